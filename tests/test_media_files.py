@@ -9,9 +9,9 @@ import tiny_media as tiny
 import torch
 from PIL import Image
 from rlblocks import (
-    Buffer, Demonstrations, Feedback, Grader, Policy, Preferences, Prompts, RemoteReward, Rollout, Scorer, Step,
-    TextRenderer, judge_reward, judge_rollout, load_rollouts, pairwise_reward, rollouts, save_rollouts, scorer_reward,
-    serve_reward,
+    Buffer, Checkpoint, Demonstrations, Feedback, Grader, Policy, Preferences, Prompts, RemoteReward, Rollout, Scorer,
+    Step, TextRenderer, here, judge_reward, judge_rollout, load_rollouts, loop_from, pairwise_reward, rollouts,
+    save_rollouts, scorer_reward, serve_reward,
 )
 from rlblocks.data.media import FeatureMaker, Media, bytes_of, frame_numbers, media_from_json, source_of
 from rlblocks.models.multimodal import placeholder_ids
@@ -321,3 +321,26 @@ def test_a_renderer_of_text_refuses_pictures():
     rollout = Rollout(tiny.model("llava"), tokenizer=tiny.processor("llava"), max_tokens=4, device="cpu")
     with pytest.raises(RuntimeError, match=r"TextRenderer reads no media; ChatRenderer\(processor\) does"):
         rollouts(rollout, Camera, data.take(1), renderer=TextRenderer(tiny.tokenizer("llava")))
+
+
+def test_a_run_with_pictures_resumes_to_the_bit(root, tmp_path):
+    loop = loop_from(f"{root}/tutorials/grpo.ipynb:grpo")
+    def run(steps, **how):
+        net, rows = tiny.model("llava"), [tiny.row("llava", i, answer=i % 4) for i in range(6)]
+        data = Prompts(rows, tiny.processor("llava"), seed=1)
+        def reward(completions, **_): return [float(len(set(c))) for c in completions]
+        found = loop(here, data, reward, model=net, tokenizer=tiny.processor("llava"), lr=1e-3, steps=steps, prompts=2,
+                     group_size=4, minibatches=2, max_tokens=5, **how)
+        return {r["step"]: (r["reward"], float(r["grad_norm"])) for r in found}
+    whole = run(4)
+    first = run(2, checkpoint=Checkpoint(tmp_path, every=1))
+    rest = run(4, checkpoint=Checkpoint(tmp_path, every=1))
+    assert set(rest) <= {2, 3} and first | rest == whole
+
+
+def test_media_without_their_type_ids_are_refused():
+    kind = "gemma3"
+    b = Rollout(tiny.model(kind), tokenizer=tiny.processor(kind), max_tokens=3, device="cpu").generate(
+        Prompts([tiny.row(kind, 0)], tiny.processor(kind)).take(1))
+    with pytest.raises(ValueError, match="finds the places of media by a column 'token_type_ids', and the rows with"):
+        Policy(tiny.model(kind), device="cpu").logprobs(b.drop("token_type_ids"))

@@ -493,13 +493,12 @@ def states_of(media:Sequence[Media|None])->list[dict|None]: # the same dicts whe
 
 def media_from(states:Sequence[Mapping|None])->list[Media|None]: # of `states_of`; rows share again what they shared
     "Return the column of media that was saved."
-    sources, found = dict[tuple, Source](), dict[str, Media]()
+    sources:dict[tuple, Source] = {}
     def media(state):
         made = [Source.of(s) for s in state["sources"]]
-        made = Media(tuple(sources.setdefault((s.kind, s.digest), s) for s in made), FeatureMaker.of(state["maker"]))
-        return found.setdefault(made.digest, made)
-    kept:dict[int, Media] = {}
-    return [None if s is None else kept[id(s)] if id(s) in kept else kept.setdefault(id(s), media(s)) for s in states]
+        return Media(tuple(sources.setdefault((s.kind, s.digest), s) for s in made), FeatureMaker.of(state["maker"]))
+    made = {i: media(s) for i, s in {id(s): s for s in states if s is not None}.items()}
+    return [None if s is None else made[id(s)] for s in states]
 
 def media_to_json(media:Sequence[Media|None], *, files:bool=True)->list[dict|None]:
     """Return what JSON keeps: bytes in base64, what rows share in the first of them.

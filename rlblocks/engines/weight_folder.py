@@ -75,7 +75,7 @@ def publish_weights(
     if ticket.since is not None or ticket.adapter:
         raise ValueError("publish_weights: the ticket has changes alone, and who comes late has not what they change; "
                          "publish all weights: policy.weights()")
-    folder = Path(folder)
+    folder, ticket = Path(folder), ticket.without_media()      # ids and scores of the probe are written, and no files
     folder.mkdir(parents=True, exist_ok=True)
     with unfinished(folder, "version") if write else nullcontext() as new:
         listed = _written(ticket, new, bucket_bytes)

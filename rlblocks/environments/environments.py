@@ -130,16 +130,16 @@ def episodes_of(
 
 def rows_of_episodes(
     rollout:Rollout,
-    renderer:Renderer,
     episodes:list[Episode], # that have ended well, of one prompt
     prompt:Batch,           # one row
     units:list[int],        # of each
+    renderer:Renderer|None=None, # that read the media of the episodes
 )->Batch:
     "A row for each branch of each episode."
     every = [(e, t, u) for e, u in zip(episodes, units, strict=True) for t in branches_of(e)]
     tokens, lengths = pad([t.start for _, t, _ in every])
     none, n, of = torch.zeros_like(tokens), len(every), [e for e, *_ in every]
-    own = ("tokens", "lengths", "mask", "group")
+    own = ("tokens", "lengths", "mask", "group", "media")
     columns = {k: v[[0]*n] if isinstance(v, Tensor) else [v[0]]*n
                for k, v in prompt.columns.items() if k not in own and not prompt.is_per_token(k)}
     columns |= dict(
@@ -304,5 +304,5 @@ def arrived(
     lost = [f"sample {e.sample} of group {e.group}: {e.error}" for e in episodes if e.error is not None]
     well = [e for e in episodes if e.error is None]
     errors = [x for e in episodes for x in e.errors]
-    rows = rows_of_episodes(rollout, renderer, well, prompt, [unit_of(e) for e in well]) if well else None
+    rows = rows_of_episodes(rollout, well, prompt, [unit_of(e) for e in well], renderer) if well else None
     return rows, lost, errors

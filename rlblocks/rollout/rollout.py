@@ -65,7 +65,7 @@ class Rollout(LocalOnly):
         self.processor = load_tokenizer(model, tokenizer)      # or a tokenizer, for a model of text
         self.tokenizer = tokenizer_of(self.processor)
         ids, self.stop_strings = split_stop(stop, self.tokenizer)
-        self.shared = SharedSampler(new_sampler(model, engine, dtype, device, max_rows, self.tokenizer))
+        self.shared = SharedSampler(new_sampler(model, engine, dtype, device, max_rows, self.processor))
         self.stop = stop_ids(ids, self.sampler.module, self.tokenizer, self.sampler.vocabulary)
         self.placeholders = placeholder_ids(self.sampler.module)
         self.stop = torch.cat([self.stop, torch.tensor(self.placeholders, dtype=torch.long)]).unique()
@@ -216,7 +216,7 @@ def new_sampler(
     dtype,          # of the weights; None: as the model comes
     device,         # None: CUDA when there is one
     max_rows:int,   # most samples side by side
-    tokenizer=None, # for stop strings
+    tokenizer=None, # for stop strings; a processor where the model reads media
 )->Sampler:
     "Make the engine of a rollout. ValueError for an unknown one, TypeError for a dtype that is none of floats."
     if dtype is not None and not getattr(dtype, "is_floating_point", False):

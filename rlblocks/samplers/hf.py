@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from ..data.media import tokenizer_of
 from ..engines.weights import BaseWeights, Manifest, Ticket, check_since, copy_weights, named_weights
 from ..models.forward import Forward
 from ..models.loading import load_module
@@ -152,7 +153,7 @@ class Hf:
         tokenizer:Any=None,          # for stop strings
     ):
         "Load or copy the model, and find out whether its cache is exact."
-        self.device, self.max_rows, self.tokenizer = device, max_rows, tokenizer
+        self.device, self.max_rows, self.tokenizer = device, max_rows, tokenizer_of(tokenizer)
         self.module, self.vocabulary = sampling_module(model, device, dtype)
         self.window:int|None = getattr(getattr(self.module, "config", None), "max_position_embeddings", None)
         self.cached = cache_is_exact(self.module)      # on a GPU nobody has measured whether sharing pays

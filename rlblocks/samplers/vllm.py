@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['transformers_model', 'meta_model', 'first_ticket', 'router_layers', 'engine_dtype', 'engine_devices',
            'visible_devices', 'new_channel', 'new_transfer', 'engine_arguments', 'start_engine', 'connect_engine',
-           'sampling_params', 'to_samples', 'to_completion', 'Vllm']
+           'sampling_params', 'to_samples', 'to_completion', 'reader_arguments', 'check_media', 'save_processor',
+           'Vllm']
 
 # %% ../../nbs/samplers/05_vllm.ipynb #1dd95c2a
 import os
@@ -22,16 +23,19 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..engines.weights import InProcess, Manifest, Ticket, buckets, check_since, named_weights, probe_ids
+from ..engines.weights import InProcess, Manifest, Ticket, buckets, check_since, named_weights
 from ..models.validation import config_of
+from ..data.media import is_processor, tokenizer_of
 from ..models.folders import plain_twin
+from ..models.multimodal import probe_of, reads_media, rows_window
 from ..models.routers import routers_of
 from .decoding import MAX_SUPPORT, Penalties, check_finite
 from .hf import sampling_module
 from .processes import Child, interpreter
 from .sampler import Completion, Reason, Request, Sampling, VllmSpec, check_ready
 from .vllm_process import SampleOptions
-from .weight_transfer import Channel, SharedMemory, Transfer, channel_for, check_adapter, score_with
+from .weight_transfer import Channel, SharedMemory, Transfer, channel_for, check_adapter, named_media
+from .weight_transfer import opened, score_with
 
 if TYPE_CHECKING: import transformers
 
@@ -52,24 +56,26 @@ def meta_model(
     module:"transformers.PreTrainedModel|None", # on the CPU
 )->"transformers.PreTrainedModel":
     "Return the model on the meta device, with the configuration that the engine is started with."
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, GenerationConfig
     if module is not None:
         meta = plain_twin(module)
         meta.config.architectures, meta.config.dtype = [type(module).__name__], next(module.parameters()).dtype
         return meta
-    with torch.device("meta"): meta = AutoModelForCausalLM.from_config(config_of(model), trust_remote_code=False)
+    config = config_of(model)
+    auto:Any = AutoModelForMultimodalLM if reads_media(config) else AutoModelForCausalLM
+    with torch.device("meta"): meta = auto.from_config(config, trust_remote_code=False)
     try: meta.generation_config = GenerationConfig.from_pretrained(model)
     except OSError: pass          # a folder without one
     return meta
 
 def first_ticket(
     module:"transformers.PreTrainedModel", # causal
+    processor:Any=None, # of a module that reads media
 )->Ticket:
     "Make a ticket of the weights that a rollout begins with, version 0."
     def params(bucket_bytes): return buckets(named_weights(module).items(), bucket_bytes)
-    ids = probe_ids(cast(int, module.get_input_embeddings().num_embeddings),
-                    getattr(module.config, "max_position_embeddings", None))
-    return Ticket(0, InProcess(lambda: 0, params, partial(score_with, module)), probe=ids)
+    ids, row = probe_of(module, processor, cast(int, module.get_input_embeddings().num_embeddings))
+    return Ticket(0, InProcess(lambda: 0, params, partial(score_with, module, row=row)), probe=ids, row=row)
 
 def router_layers(
     model:nn.Module, # a mixture
@@ -145,7 +151,7 @@ def new_transfer(
         if spec.options.get(name) and not torch.cuda.is_available():
             raise ValueError(f"Rollout: vllm({name}=True) needs CUDA (vLLM's Model Runner V2), and there is none; "
                              f"{instead}")
-    window:int|None = spec.context or getattr(model.config, "max_position_embeddings", None)
+    window = spec.context or rows_window(model.config)
     return Transfer(model, dtype=engine_dtype(model, dtype), window=window, bucket_bytes=spec.bucket_bytes,
                     channel=new_channel(spec))
 
@@ -162,7 +168,8 @@ def engine_arguments(
     return dict(
         model=source, dtype=str(transfer.dtype).removeprefix("torch."), seed=0,
         load_format="auto" if source else "dummy",
-        skip_tokenizer_init=True, generation_config="vllm", enforce_eager=not cuda, enable_sleep_mode=cuda,
+        skip_tokenizer_init=not reads_media(transfer.model.config), generation_config="vllm",
+        enforce_eager=not cuda, enable_sleep_mode=cuda,
         max_model_len=window, max_num_seqs=max_rows, kv_cache_memory_bytes=spec.cache_bytes,
         logprobs_mode="processed_logprobs", max_logprobs=MAX_SUPPORT, enable_prefix_caching=True,
         structured_outputs_config=dict(backend="outlines"),
@@ -255,7 +262,7 @@ def to_samples(
                              masks=bool(options.get("return_sampling_mask")))
     pattern = request.structure.pattern if request.structure else None
     more = SampleOptions(room, request.strings, penalties.min_tokens if penalties else 0,
-                         penalties.banned if penalties else (), pattern)
+                         penalties.banned if penalties else (), pattern, opened(request.media))
     return [(f"{request.key}/{k}", ids, {**params, "seed": seed}, more) for k, seed in enumerate(request.seeds)]
 
 # %% ../../nbs/samplers/05_vllm.ipynb #6dad0ae5
@@ -280,6 +287,27 @@ def to_completion(
                       None if support is None else torch.from_numpy(support), reason, marks[-1][1],
                       torch.tensor(versions, dtype=torch.long), routed)
 
+# %% ../../nbs/samplers/05_vllm.ipynb #c7d19756
+def reader_arguments(processor:Any)->dict[str, Any]: # of vLLM's `LLM`
+    "Let vLLM resize images with the library that the rows' processor does it with: the two round otherwise."
+    pil = type(getattr(processor, "image_processor", None)).__name__.endswith("Pil")
+    return dict(mm_processor_kwargs=dict(backend="pil")) if pil else {}
+
+def check_media(model:nn.Module, requests:Iterable[Request]):
+    "Raise ValueError for media of which vLLM makes other log-probs than the trainer."
+    if not str(getattr(model.config, "model_type", "")).startswith("qwen"): return
+    if odd := next((r.media for r in requests if r.media and "video" in r.media.kinds), None):
+        raise ValueError(f"generate: a row has {named_media(odd)}, and engine='vllm' makes other log-probs of video "
+                         f"with {type(model).__name__} than the trainer: it counts the positions behind a video "
+                         "otherwise. engine='hf' samples such rows")
+
+def save_processor(processor:Any, model:nn.Module, folder:str):
+    "Write a processor beside weights. ValueError where there is none."
+    if not is_processor(processor):
+        raise ValueError(f"Rollout: {type(model).__name__} reads media, and vLLM reads them with the model's "
+                         "processor; give it, Rollout(…, tokenizer=AutoProcessor.from_pretrained(…))")
+    processor.save_pretrained(folder)
+
 # %% ../../nbs/samplers/05_vllm.ipynb #cc399ef8
 class Vllm:
     "Sample with vLLM, in a process of its own."
@@ -291,19 +319,22 @@ class Vllm:
         dtype:torch.dtype|None=None, # of the weights; None: as the model comes
         max_rows:int=512,            # most samples side by side
         spec:VllmSpec=VllmSpec(),    # of `vllm(…)`
-        tokenizer:Any=None,          # for stop strings
+        tokenizer:Any=None,          # for stop strings; a processor where the model reads media
     ):
-        "Start the engine, and sample one token with it."
+        "Start the engine, and sample one token with it. ValueError for a module that reads media without a processor."
         weights = None if isinstance(model, (str, Path)) else transformers_model(model, dtype)
         meta, source = meta_model(model, weights), str(model) if weights is None else None
         self.folders:tuple[str, ...] = ()
-        if weights is not None and spec.options.get("enable_lora"):  # slots stand on weights that vLLM reads itself
+        slots, media = bool(spec.options.get("enable_lora")), reads_media(meta.config)
+        if weights is not None and (slots or media):    # slots stand on weights that vLLM reads itself; see above
             self.folder = TemporaryDirectory(prefix="rlblocks-")
             weights.save_pretrained(self.folder.name)
-            weights, source, self.folders = None, self.folder.name, (self.folder.name,)
-        self.spec, self.module, self.tokenizer = spec, cast(nn.Module, meta), tokenizer
+            source, self.folders = self.folder.name, (self.folder.name,)
+            if media: save_processor(tokenizer, meta, self.folder.name)
+            if slots: weights = None
+        self.spec, self.module, self.tokenizer = spec, cast(nn.Module, meta), tokenizer_of(tokenizer)
         self.transfer = new_transfer(spec, meta, dtype)
-        self.arguments = engine_arguments(spec, self.transfer, source, max_rows)
+        self.arguments = reader_arguments(tokenizer) | engine_arguments(spec, self.transfer, source, max_rows)
         self.window, self.vocabulary = self.transfer.window, self.transfer.vocabulary
         self.under_way = dict[str, tuple[Request, int]]()   # by name of a sample: request, place among its seeds
         self.version:int|None = None
@@ -311,7 +342,7 @@ class Vllm:
         self.child:Child|None = None
         self._start()
         if weights is None: self.version = 0
-        else: self.load(first_ticket(weights))
+        else: self.load(first_ticket(weights, tokenizer))
 
     def _start(self):
         self.child = start_engine(self.spec, self.transfer, self.arguments, self.folders)
@@ -348,6 +379,7 @@ class Vllm:
     def submit(self, requests:Sequence[Request]): # checked by the caller
         "Begin the samples of requests. What is refused is not under way."
         check_ready(self)
+        check_media(self.module, requests)
         samples = [x for r in requests for x in to_samples(r, self.vocabulary, self.spec.options)]
         if any(r.strings for r in requests) and not self.has_tokenizer: self._send_tokenizer()
         structure = next((r.structure for r in requests if r.structure), None)
@@ -371,16 +403,24 @@ class Vllm:
         "Return samples that have ended. RuntimeError when the engine is gone, TimeoutError when it is stuck."
         if not self.under_way: return []
         with self._ends_on_error(): # keys that are no numbers stay in a cache, also under good weights
-            completions, child = list[Completion](), self._process
+            completions, refused, child = list[Completion](), list[str](), self._process
             message = child.mail.pop(0) if child.mail else child.read(seconds)
             while message is not None:
                 kind, *contents = message
                 if kind == "error": raise RuntimeError(f"generate: the engine could not {contents[0]}: {contents[1]}")
+                if kind == "refused" and contents[0] in self.under_way: refused.append(self._refusal(*contents))
                 if kind == "done":
                     name, *parts, reason = contents
                     completions.append(self._completion(name, parts, reason))
                 message = child.mail.pop(0) if child.mail else child.read(0.)
-            return completions
+        if refused: raise ValueError(refused[0])
+        return completions
+
+    def _refusal(self, name, why)->str:
+        request, _ = self.under_way[name]
+        return (f"generate: engine='vllm' does not take a row of {len(request.ids)} ids with "
+                f"{named_media(request.media)}: {why}. Its processor has to be that of the rows; engine='hf' runs the "
+                "model's own forward pass")
 
     def _completion(self, name, parts, reason)->Completion:
         "Return a sample that is under way no more."

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['FlatLogprobs', 'sample_arrays', 'VllmMetric', 'acceptance', 'ModelRunner', 'TransferEngine', 'Worker',
            'prepack_again', 'received_checksums', 'with_checksums', 'shared_memory_engine', 'register', 'SampleOptions',
-           'Server', 'serve_trainer']
+           'prompt_of', 'Server', 'serve_trainer']
 
 # %% ../../nbs/samplers/06_vllm_process.ipynb #725bbf57
 import os
@@ -96,9 +96,9 @@ class Worker(Protocol):
 def prepack_again(worker:Worker):
     "Renew the prepacked copies that `reload_weights` leaves as they were."
     model = worker.model_runner.get_model()
-    head:Any = getattr(model, "lm_head", None)
-    if hasattr(head, "cpu_linear") and head.weight.numel(): head.quant_method.process_weights_after_loading(head)
-    for layer in model.modules():
+    for name, layer in model.named_modules():
+        if name.rpartition(".")[2] == "lm_head" and hasattr(layer, "cpu_linear") and layer.weight.numel():
+            layer.quant_method.process_weights_after_loading(layer)
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         if kernel is not None and type(layer).__name__ == "RoutedExperts":
             kernel.fused_experts.process_weights_after_loading(layer)
@@ -178,6 +178,18 @@ class SampleOptions:
     min_tokens:int=0           # before they may
     bad_words:tuple[tuple[int, ...], ...]=()
     pattern:str|None=None      # regular expression that its text matches
+    media:Mapping[str, list]|None=None # by kind: images, frames of videos, samples of audio, in the prompt's order
+
+def prompt_of(
+    ids:list[int],
+    salt:str, # another one for other weights, so that no cached key is read across them
+    media:Mapping[str, list]|None, # by kind
+)->dict[str, Any]:
+    "Return a prompt as vLLM takes it."
+    if not media: return dict(prompt_token_ids=ids, cache_salt=salt)
+    given = dict(media)
+    if "video" in given: given["video"] = [(x, about | dict(do_sample_frames=False)) for x, about in given["video"]]
+    return dict(prompt_token_ids=ids, cache_salt=salt, multi_modal_data=given)
 
 class Server:
     "Carry out the trainer's messages, and between them one step of vLLM's scheduler at a time."
@@ -189,6 +201,7 @@ class Server:
         self.connection, self.inbox = connection, queue.SimpleQueue()
         self.outbox:Any = queue.SimpleQueue()
         self.engine:Any = None                   # vLLM's `LLMEngine`
+        self.reader:Any = None                   # what it reads media with
         self.samples = set[str]()                # names of those under way, and by name:
         self.options = dict[str, SampleOptions]()
         self.versions = dict[str, list[tuple[int, int]]]() # from which token on it is of which version
@@ -251,8 +264,28 @@ class Server:
         llm.generate([dict(prompt_token_ids=[0])], SamplingParams(max_tokens=2, logprobs=0, seed=0, ignore_eos=True,
                      detokenize=False), use_tqdm=False)
         self.engine = llm.llm_engine
+        self.reader = self.engine.renderer.mm_processor
+        if self.reader is not None: self.reader._apply_prompt_updates = self.placeholders
         self.engine.input_processor.generation_config_fields = {}   # a request names all that ends its samples
         self.send("ready", os.getpid())
+
+    def placeholders(self,
+        ids:list[int],  # of a prompt, in which each medium has all its placeholders already
+        updates:Mapping, # what vLLM would write in the place of one, for each medium
+    )->tuple[list[int], Mapping[str, list]]: # the same ids, and where the placeholders of each medium are
+        "Find the placeholders of media. ValueError where vLLM wants others than there are."
+        found = self.reader._find_mm_placeholders(ids, updates)
+        spans = [x for xs in found.values() for x in xs]
+        inside = {i for x in spans for i in range(x.start_idx, x.start_idx + len(x.tokens))}
+        words = {t for x in spans for k, t in enumerate(x.tokens) if x.is_embed is None or x.is_embed[k]}
+        left = [i for i, t in enumerate(ids) if t in words and i not in inside]
+        for kind, wanted in updates.items():
+            n = len(found.get(kind, ()))
+            if n == len(wanted) and not left: continue
+            sizes = [len(x[0].content.full) for x in wanted]
+            raise ValueError(f"vLLM gives its {len(wanted)} {kind} {', '.join(map(str, sizes))} placeholders, and the "
+                             f"row's ids hold others: {n} found, {len(left)} ids left over")
+        return ids, found
 
     def on_tokenizer(self,
         json:str, # as the library `tokenizers` writes it
@@ -291,7 +324,12 @@ class Server:
             if options.pattern is not None:
                 params.structured_outputs = StructuredOutputsParams(regex=options.pattern)
                 params.structured_outputs._backend = "outlines"
-            self.engine.add_request(name, dict(prompt_token_ids=ids, cache_salt=salt), params, lora_request=self.lora)
+            try: self.engine.add_request(name, prompt_of(ids, salt, options.media), params, lora_request=self.lora)
+            except ValueError as e:
+                if not options.media: raise
+                self.engine.reset_mm_cache()    # one half of it has the refused media, the other has not
+                self.send("refused", name, str(e))
+                continue
             self.samples.add(name)
             self.options[name], self.versions[name] = options, [(0, self.version)]
 
@@ -354,6 +392,7 @@ class Server:
         "Put new weights in place. Buckets follow until `end`; each is acknowledged when it has been copied."
         sums = self._load_by_phases() if self.by_phases else self._reload()
         self.engine.collective_rpc(prepack_again)
+        self.engine.reset_encoder_cache()      # what a tower made of media under the old weights
         self._wake(["kv_cache"])
         if not keep: self.engine.reset_prefix_cache(reset_running_requests=True)
         elif not self.engine.reset_prefix_cache() and not self.samples:
@@ -409,12 +448,11 @@ class Server:
         self.lora, self.version = lora, version
         self.send("adapter", sums)
 
-    def on_probe(self, ids:list[int], salt:str):
+    def on_probe(self, ids:list[int], salt:str, media:Mapping[str, list]|None=None):
         "Send the log-probs of fixed ids, as the weights in place compute them."
         from vllm import SamplingParams  # pyright: ignore
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0., seed=0)
-        prompt = dict(prompt_token_ids=ids, cache_salt=salt)
-        self.engine.add_request("probe", prompt, params, lora_request=self.lora)
+        self.engine.add_request("probe", prompt_of(ids, salt, media), params, lora_request=self.lora)
         answer = None
         while answer is None:
             outputs = self.engine.step()

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Entry', 'view_of', 'in_buckets', 'from_bucket', 'sizes_of', 'Channel', 'SharedMemory', 'packed_message', 'CudaIpc',
-           'Nccl', 'channel_for', 'check_probe', 'probe_scores', 'score_with', 'probe_module', 'named_shapes',
-           'file_weights', 'checked_weights', 'check_adapter', 'lora_factors', 'write_lora', 'Transfer']
+           'Nccl', 'channel_for', 'check_probe', 'opened', 'named_media', 'probe_scores', 'score_with', 'probe_module',
+           'named_shapes', 'file_weights', 'checked_weights', 'check_adapter', 'lora_factors', 'write_lora', 'Transfer']
 
 # %% ../../nbs/samplers/07_weight_transfer.ipynb #e130102b
 import json
@@ -26,9 +26,11 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import reduce_tensor
 
+from ..data.media import WORDS, Media, SpareRow
 from ..engines.weights import Change, LowRank, Manifest, Ticket, check_names, check_sum, checksum, distinct
 from ..models.folders import as_filed
 from ..models.head import states_of
+from ..models.multimodal import media_arguments
 from .processes import Child
 
 if TYPE_CHECKING: import transformers
@@ -233,31 +235,50 @@ def check_probe(
     policy:Float[Tensor, " n"], # the same by the policy
     dtype:torch.dtype,          # that the engine computes in
     adapter:bool=False,         # whether an adapter alone was loaded
+    media:Media|None=None,      # of the probe
 )->float:
     "Return the largest difference of the log-probs. RuntimeError when engine and policy do not compute the same."
     gap, limit = float((engine - policy).abs().max()), 1e-3 if dtype.itemsize >= 4 else .1
     if gap <= limit: return gap
+    shown = "" if media is None else f", with {' and '.join(media.kinds)},"
     raise RuntimeError(f"load: the weights arrived, and the engine does not compute what the trainer computes: "
-                       f"log-probs of {len(engine) + 1} fixed ids are up to {gap:.2g} apart, {limit:g} is allowed in "
-                       f"{str(dtype).removeprefix('torch.')}. " + (_OTHER_BASE if adapter else _RELOADS_WRONGLY))
+                       f"log-probs of {len(engine) + 1} fixed ids{shown} are up to {gap:.2g} apart, {limit:g} is "
+                       f"allowed in {str(dtype).removeprefix('torch.')}. "
+                       + (_OTHER_BASE if adapter else _RELOADS_WRONGLY))
 
 _RELOADS_WRONGLY = "An architecture that this vLLM reloads wrongly; engine='hf' runs it"
 _OTHER_BASE = ("The adapter may stand on other weights than the engine has; load the base once, Policy(policy, "
                "lora=None).weights(), or all weights, policy.weights()")
+
+def opened(media:Media|None)->dict[str, list]|None: # None: there are none
+    "Open media as vLLM takes them, by kind."
+    return media and {kind: getattr(media, WORDS[kind]) for kind in media.kinds}
+
+def named_media(media:Media|None)->str:
+    "Return how an error names media."
+    return ", ".join(f"the {s.kind} {s.name}" for s in media.sources) if media else "no media"
 
 def probe_scores(
     ticket:Ticket,
     window:int|None, # most positions of a row; None: any number
 )->tuple[list[int], Tensor]|None:
     "Return the probe's tokens and the policy's log-probs of all but the first; None when the policy cannot score them."
+    if window and ticket.row is not None and len(ticket.probe) >= window: ticket = ticket.without_media()
     ids = ticket.probe[:(window or len(ticket.probe) + 1) - 1]
     scores = ticket.score(torch.tensor(ids)) if len(ids) > 1 else None
     return None if scores is None else (list(ids), scores.cpu())
 
 @torch.no_grad()
-def score_with(module:nn.Module, ids:Int[Tensor, " n"])->Float[Tensor, " m"]: # m = n − 1
+def score_with(
+    module:nn.Module,
+    ids:Int[Tensor, " n"],
+    row:SpareRow|None=None, # the media of these ids, where it is they
+)->Float[Tensor, " m"]: # m = n − 1
     "Return a causal module's log-probs of all tokens but the first."
-    logits = states_of(module(ids[None])).float()
+    more = {}
+    if row is not None and ids.cpu().equal(row.tokens):
+        more = media_arguments(module, [row.media], {k: x[None] for k, x in row.type_ids.items()}, ids[None])
+    logits = states_of(module(ids[None], **more)).float()
     return logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 def probe_module(
@@ -268,8 +289,8 @@ def probe_module(
     scores, weight = probe_scores(ticket, None), next(module.parameters())
     if scores is None: return None
     ids, policy = scores
-    return check_probe(score_with(module, torch.tensor(ids, device=weight.device)).cpu(), policy, weight.dtype,
-                       ticket.adapter)
+    found = score_with(module, torch.tensor(ids, device=weight.device), ticket.row).cpu()
+    return check_probe(found, policy, weight.dtype, ticket.adapter)
 
 # %% ../../nbs/samplers/07_weight_transfer.ipynb #26a90c1b
 def named_shapes(
@@ -427,5 +448,6 @@ class Transfer:
         "Compare the engine's log-probs with the policy's; see `check_probe`."
         if scores is None: return None
         ids, policy = scores
-        engine, = child.ask("probe", ids, str(self.loads))
-        return check_probe(torch.tensor(engine), policy, self.dtype, ticket.adapter)
+        row = ticket.row if len(ids) == len(ticket.probe) else None
+        engine, = child.ask("probe", ids, str(self.loads), row and opened(row.media))
+        return check_probe(torch.tensor(engine), policy, self.dtype, ticket.adapter, row and row.media)
