@@ -228,7 +228,7 @@ def probe_of(
     prompt = Prompts([dict(prompt=[dict(role="user", content=content)])], processor).take(1).trim()
     if prompt.tokens.shape[1] + len(text) >= (rows_window(config) or math.inf): return text, None
     ids = torch.cat([prompt.tokens[0], torch.tensor(text)])
-    kinds = {k: nn.functional.pad(prompt[k][0], (0, len(text))) for k in TYPE_IDS if k in prompt}
+    kinds = {k: nn.functional.pad(prompt.columns[k][0], (0, len(text))) for k in TYPE_IDS if k in prompt}
     return tuple(ids.tolist()), SpareRow(ids, kinds, prompt.media[0])
 
 def shown(kind:str)->np.ndarray: # "image" or "audio"
