@@ -428,9 +428,10 @@ def test_rows_with_images_give_the_numbers_of_one_process(two):
     loop = loop_from(f"{ROOT}/tutorials/grpo.ipynb:grpo")
     def reward(completions, **_): return [float(len(set(c))) for c in completions]
     def run(pool):
-        data = Prompts(rows, tiny_media.processor("llava"), shuffle=False)
-        return list(loop(pool, data, reward, model=partial(tiny_media.model, "llava"), tokenizer=tiny_media.processor("llava"),
-                         steps=2, prompts=3, group_size=2, minibatches=1, max_tokens=4, lr=1e-3))
+        reads = tiny_media.processor("llava")
+        data = Prompts(rows, reads, shuffle=False)
+        return list(loop(pool, data, reward, model=partial(tiny_media.model, "llava"), tokenizer=reads, steps=2,
+                          prompts=3, group_size=2, minibatches=1, max_tokens=4, lr=1e-3))
     for got, want in zip(run(two), run(here), strict=True):
         for name in ("loss", "grad_norm", "reward"):
             assert float(got[name]) == pytest.approx(float(want[name]), rel=1e-5, abs=1e-6)
