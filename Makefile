@@ -43,7 +43,7 @@ pythons: .venv/.3.12 .venv/.3.13
 # The processors of Qwen's vision-language models import torchvision. Its wheel may be for CUDA, beside which transformers' other
 # models fail to import, so it has a folder of its own, which tests/test_qwen_vl.py puts on the path of a process.
 .venv/.torchvision: .venv/.dev constraints.txt
-	$(BIN)/python -m pip install -q --no-deps -c constraints.txt --upgrade --target .venv/torchvision torchvision && touch $@ \
+	$(BIN)/python -m pip install -q --no-deps -c constraints.txt --upgrade --target .venv/torchvision torchvision qwen-vl-utils && touch $@ \
 	|| echo "make torchvision: torchvision cannot be had; tests/test_qwen_vl.py will skip" >&2
 
 # vLLM for CPU, in an environment of its own beside the other, from where `engine=vllm(python=…)` runs it. Its models of images import

@@ -25,3 +25,6 @@ def test_rows_with_images_in_a_process_with_torchvision(tests): with_torchvision
 
 @pytest.mark.long
 def test_images_on_vllm_in_a_process_with_torchvision(): with_torchvision("test_media_vllm.py", "test")
+
+
+def test_rows_with_video_in_a_process_with_torchvision(): with_torchvision("test_media_files.py", "video or sizes")

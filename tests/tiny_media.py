@@ -17,7 +17,7 @@ AXES = ()      # of those whose positions are not one number
 if found := find_spec("torchvision"):
     AXES = ("qwen2_5_vl", "qwen3_vl")
     KINDS += AXES
-    if Path(found.origin).parents[1].samefile(TORCHVISION): import torchvision_operators        # noqa: F401
+    if Path(found.origin).parents[1].resolve() == TORCHVISION.resolve(): import torchvision_operators        # noqa: F401
 COLOURS = dict(red=(230, 30, 30), green=(30, 200, 30), blue=(40, 60, 230), yellow=(240, 220, 30))
 WORDS = dict(gemma3="<start_of_image>", llava="<image>", qwen2_audio="<|audio_bos|><|AUDIO|><|audio_eos|>",
              qwen2_5_vl="<|vision_start|><|image_pad|><|vision_end|>",
@@ -31,7 +31,8 @@ VISION = dict(image_token="<|image_pad|>", video_token="<|video_pad|>", vision_b
               vision_eos_token="<|vision_end|>")
 TEMPLATE = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 {% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}{% if c['type'] == 'text' %}\
-{{ c['text'] }}{% else %}MEDIUM{% endif %}{% endfor %}{% endif %}<|im_end|>
+{{ c['text'] }}{% elif c['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>\
+{% else %}MEDIUM{% endif %}{% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, cast
 from weakref import WeakValueDictionary
@@ -122,13 +123,12 @@ OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_e
            "total_pixels", "resized_height", "resized_width")       # the keys of qwen-vl-utils
 SIZES = OPTIONS[6:]
 
-def qwen_vl_utils():
+def qwen_vl_utils()->Any:
     "Return qwen-vl-utils' reader of its own sizes. ImportError with the extra."
-    try: from qwen_vl_utils import vision_process
+    try: return import_module("qwen_vl_utils.vision_process")
     except ImportError as e:
         raise ImportError(f"{', '.join(SIZES)} beside a medium are read by qwen-vl-utils: "
                           "pip install rlblocks[vision,video]") from e
-    return vision_process
 
 def sizes_in(options:Mapping)->dict[str, Any]:
     "Return the options that choose a size."
@@ -195,12 +195,12 @@ def _video(x, options, _, patch_size):
     at = about["frames_indices"] + about["frames_indices"][-1:]*(len(made) - len(frames))
     return made.round().clamp(0, 255).byte().permute(0, 2, 3, 1).contiguous().numpy(), about | dict(frames_indices=at)
 
-def _array_frames(x, options):
+def _array_frames(x, options)->tuple[Any, dict[str, Any]]:
     "Frames that came as an array are all taken; `fps` says how many a second they are."
     rate = float(options.get("fps", FPS))
     return x, dict(fps=rate, frames_indices=list(range(len(x))), total_num_frames=len(x), duration=len(x)/rate)
 
-def _frames(x, options):
+def _frames(x, options)->tuple[Any, dict[str, Any]]:
     "Decode the chosen frames of a file, and no more of them than that at a time."
     try: import av
     except ImportError as e: raise ImportError("video files need av: pip install rlblocks[video]") from e
@@ -529,8 +529,8 @@ def media_from_json(states:Sequence[Mapping|None], *, files:bool=True)->list[Med
         x = torch.frombuffer(bytearray(base64.b64decode(s["data"])), dtype=torch.uint8)
         return s | dict(data=x.view(getattr(torch, s["dtype"])).reshape(s["shape"]))
     try:
-        whole = [s if s is None or "row" in s else dict(s, sources=[source(x) for x in s["sources"]]) for s in states]
-        return media_from([s if s is None or "row" not in s else whole[s["row"]] for s in whole])
+        whole:list[Any] = [s if s is None or "row" in s else dict(s, sources=[source(x) for x in s["sources"]]) for s in states]
+        return media_from([s if s is None or "row" not in s else whole[int(s["row"])] for s in whole])
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as e:
         raise ValueError(f"no media as media_to_json writes them: {e!r}") from e
 

@@ -135,8 +135,8 @@ def check_read(
     own = request.ids.tolist()
     if len(ids) == len(own) and all(a == b or a in placeholders for a, b in zip(own, ids, strict=True)): return
     raise ValueError(f"generate: a row with {named_media(request.media)} has {len(own)} ids, and the server has read "
-                     f"others, {len(ids)}: its processor has to be that of the rows, and a version that takes input_ids "
-                     "beside image_data as they are; engine='hf' samples the row")
+                     f"others, {len(ids)}: its processor has to be that of the rows, and a version that takes "
+                     "input_ids beside image_data as they are; engine='hf' samples the row")
 
 class Client:
     "Ask a server many things at once."

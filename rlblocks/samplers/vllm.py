@@ -334,7 +334,7 @@ class Vllm:
             if slots: weights = None
         self.spec, self.module, self.tokenizer = spec, cast(nn.Module, meta), tokenizer_of(tokenizer)
         self.transfer = new_transfer(spec, meta, dtype)
-        self.arguments = reader_arguments(tokenizer) | engine_arguments(spec, self.transfer, source, max_rows)
+        self.arguments = {**reader_arguments(tokenizer), **engine_arguments(spec, self.transfer, source, max_rows)}
         self.window, self.vocabulary = self.transfer.window, self.transfer.vocabulary
         self.under_way = dict[str, tuple[Request, int]]()   # by name of a sample: request, place among its seeds
         self.version:int|None = None
