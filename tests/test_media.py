@@ -77,6 +77,16 @@ def test_sampler_and_trainer_agree_and_the_medium_matters(kind):
                  atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("kind", tiny.AXES)
+def test_sampler_and_trainer_agree_behind_a_video(kind):
+    "Its last frame can have a later position than the text behind it, from which an answer goes on."
+    net = tiny.model(kind)
+    rows = Prompts([tiny.video_row(kind, *numbers) for numbers in ((), (0,), (1, 2))], tiny.processor(kind)).take(3)
+    rollout, b = sampled(kind, net, rows)
+    assert rollout.sampler.cached
+    assert (Policy(net, device="cpu").logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-5
+
+
 @every_kind
 def test_rows_with_none_one_and_three_are_one_batch(kind):
     "Log-probs and gradients are the same however the rows are ordered and cut."

@@ -88,7 +88,8 @@ def test_rows_with_video_image_and_text_are_one_batch(kind, tmp_path):
     one, two = clip(tmp_path/"a.mp4"), clip(tmp_path/"b.mp4", n=25, size=(96, 64))
     image = dict(type="image", image=tiny.medium(kind, 1))
     rows = [asked(dict(type="video", video=one)), asked(image), asked(),
-            asked(image, dict(type="video", video=two, fps=1.)), asked(dict(type="video", video=np.full((5, 48, 48, 3), 90, np.uint8)))]
+            asked(image, dict(type="video", video=two, fps=1.)),
+            asked(dict(type="video", video=np.full((5, 48, 48, 3), 90, np.uint8)))]
     b = Rollout(net := tiny.model(kind), tokenizer=tiny.processor(kind), max_tokens=5, device="cpu").generate(
         Prompts(rows, tiny.processor(kind), shuffle=False).take(5), group_size=2, seed=1)
     policy, order = Policy(net, device="cpu"), torch.randperm(10, generator=torch.Generator().manual_seed(0))

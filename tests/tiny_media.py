@@ -17,7 +17,7 @@ AXES = ()      # of those whose positions are not one number
 if found := find_spec("torchvision"):
     AXES = ("qwen2_5_vl", "qwen3_vl")
     KINDS += AXES
-    if Path(found.origin).parents[1].resolve() == TORCHVISION.resolve(): import torchvision_operators        # noqa: F401
+    if Path(found.origin).resolve().parents[1] == TORCHVISION.resolve(): import torchvision_operators        # noqa: F401
 COLOURS = dict(red=(230, 30, 30), green=(30, 200, 30), blue=(40, 60, 230), yellow=(240, 220, 30))
 WORDS = dict(gemma3="<start_of_image>", llava="<image>", qwen2_audio="<|audio_bos|><|AUDIO|><|audio_eos|>",
              qwen2_5_vl="<|vision_start|><|image_pad|><|vision_end|>",
@@ -153,3 +153,9 @@ def row(kind, *numbers, text="?", **more):
     name = part(kind)
     content = [{"type": name, name: medium(kind, i)} for i in numbers]
     return dict(prompt=[dict(role="user", content=[*content, dict(type="text", text=text)])], **more)
+
+
+def video_row(kind, *numbers):
+    "A row with so many videos of four frames, for a Qwen."
+    frames = [np.stack([np.asarray(medium(kind, 4*k + i)) for k in range(4)]) for i in numbers]
+    return dict(prompt="<|vision_start|><|video_pad|><|vision_end|>"*len(numbers) + "?", videos=frames)

@@ -529,7 +529,8 @@ def media_from_json(states:Sequence[Mapping|None], *, files:bool=True)->list[Med
         x = torch.frombuffer(bytearray(base64.b64decode(s["data"])), dtype=torch.uint8)
         return s | dict(data=x.view(getattr(torch, s["dtype"])).reshape(s["shape"]))
     try:
-        whole:list[Any] = [s if s is None or "row" in s else dict(s, sources=[source(x) for x in s["sources"]]) for s in states]
+        whole:list[Any] = [s if s is None or "row" in s else dict(s, sources=[source(x) for x in s["sources"]])
+                           for s in states]
         return media_from([s if s is None or "row" not in s else whole[int(s["row"])] for s in whole])
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as e:
         raise ValueError(f"no media as media_to_json writes them: {e!r}") from e

@@ -182,8 +182,10 @@ def rope_positions(
     given = dict(arguments) | dict(attention_mask=exist.long())
     if "audio_seqlens" in params and "feature_attention_mask" in given:
         given["audio_seqlens"] = given["feature_attention_mask"].sum(1)
-    at, delta = owner.get_rope_index(tokens, **{k: x for k, x in given.items() if k in params})
-    return at.to(tokens.device), delta.reshape(-1).to(tokens.device).long()
+    at = owner.get_rope_index(tokens, **{k: x for k, x in given.items() if k in params})[0].to(tokens.device)
+    # its own delta is counted from the largest position, which can be that of a video's last frame and not the text's
+    last = (torch.arange(tokens.shape[1], device=tokens.device)*exist).argmax(1)
+    return at, at[0].gather(1, last[:, None])[:, 0].long() + 1 - exist.sum(1)
 
 def line_arguments(
     module:nn.Module,
