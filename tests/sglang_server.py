@@ -6,6 +6,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
+from rlblocks.data.media import Media, MediaReader
+from rlblocks.models.multimodal import media_arguments
 from rlblocks.samplers.hf import Hf
 from rlblocks.samplers.sampler import Request, Sampling, complete
 
@@ -13,7 +15,8 @@ from rlblocks.samplers.sampler import Request, Sampling, complete
 class Engine:
     "One model, which answers one request at a time."
 
-    def __init__(self, model, tokenizer=None, original=False):
+    def __init__(self, model, tokenizer=None, original=False, processor=None):
+        self.processor = processor
         self.original, self.tokenizer, self.lock, self.aborted = original, tokenizer, threading.Lock(), set()
         self.released, self.counts = [], {}
         self.sampler = Hf(model, device=torch.device("cpu"), tokenizer=tokenizer)
@@ -28,12 +31,15 @@ class Engine:
 
     @torch.no_grad()
     def _generate(self, body):
-        p, ids = body["sampling_params"], torch.tensor(body["input_ids"])
+        p, (ids, media, kinds) = body["sampling_params"], self._read(body)
         how = Sampling(float(p["temperature"]), 1., max(p.get("top_k", -1), 0), p.get("min_p", 0.))
         asked = Request(0, ids, (p.get("sampling_seed", 0),), p["max_new_tokens"], how,
-                        tuple(p.get("stop_token_ids", ())), tuple(p.get("stop", ())))
+                        tuple(p.get("stop_token_ids", ())), tuple(p.get("stop", ())), media=media, type_ids=kinds)
         c, = complete(self.sampler, [asked])
-        z = self.sampler.module(torch.cat([ids, c.tokens])[None]).logits[0].float()
+        whole = torch.cat([ids, c.tokens])[None]
+        kinds = {k: torch.cat([x, torch.zeros_like(c.tokens)])[None] for k, x in kinds.items()}
+        more = media_arguments(self.sampler.module, [media], kinds, whole) if media else {}
+        z = self.sampler.module(whole, **more).logits[0].float()
         logp = (z[len(ids)-1:-1]/(1. if self.original else how.temperature or 1.)).log_softmax(-1)
         drawn = logp.gather(1, c.tokens[:, None])[:, 0]
         top = logp.topk(min(max(body.get("top_logprobs_num", 0), 1), logp.shape[1]))
@@ -42,11 +48,23 @@ class Engine:
         given = z[:len(ids)-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0].tolist()
         inputs = [(p, i, None) for p, i in zip([None, *given], ids.tolist(), strict=True)]
         if "logprob_start_len" not in body: inputs = []
-        return self._said(c.tokens.tolist(), drawn.tolist(), tops, c.reason, inputs)
+        return self._said(c.tokens.tolist(), drawn.tolist(), tops, c.reason, inputs, ids.tolist())
 
-    def _said(self, ids, logps, tops, why, inputs):
+    def _read(self, body):
+        "The prompt's ids as the model reads them, its media, and the types of ids: a server has its own processor."
+        if not body.get("image_data"): return torch.tensor(body["input_ids"]), None, {}
+        reader = MediaReader("server", self.processor)
+        media = reader.media(dict(images=body["image_data"]))
+        word = self.processor.image_token
+        alone = [Media((s,), media.maker) for s in media.sources]
+        runs = iter([reader.tokenizer.encode(reader.expand([word], x)[0]) for x in alone])
+        place = reader.tokenizer.convert_tokens_to_ids(word)
+        ids = [i for x in body["input_ids"] for i in (next(runs) if x == place else [x])]
+        return torch.tensor(ids), media, {k: torch.tensor(x) for k, x in reader.type_ids(ids).items()}
+
+    def _said(self, ids, logps, tops, why, inputs, prompt=()):
         pairs = [(p, i, None) for p, i in zip(logps, ids, strict=True)]
-        return dict(text="", output_ids=ids, meta_info=dict(
+        return dict(text="", output_ids=ids, prompt_token_ids=list(prompt), meta_info=dict(
             output_token_logprobs=pairs, output_top_logprobs=tops, input_token_logprobs=inputs,
             finish_reason=dict(type=why), completion_tokens=len(ids)))
 
@@ -55,9 +73,10 @@ class Engine:
         return {}
 
     def update_weights_from_disk(self, body):
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
         with self.lock:
-            try: net = AutoModelForCausalLM.from_pretrained(body["model_path"])
+            try: net = (AutoModelForMultimodalLM if self.processor else AutoModelForCausalLM).from_pretrained(
+                body["model_path"])
             except (OSError, ValueError) as e: return dict(success=False, message=str(e))
             self.sampler = Hf(net, device=torch.device("cpu"), tokenizer=self.tokenizer)
         return dict(success=True, message="", weight_version=body["weight_version"])

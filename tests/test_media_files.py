@@ -80,6 +80,35 @@ def test_frames_of_a_video(tmp_path):
     assert (about["fps"], about["duration"], len(frames)) == (3., 2., 6)
 
 
+def asked(*parts): return dict(prompt=[dict(role="user", content=[*parts, dict(type="text", text="?")])])
+
+
+@pytest.mark.parametrize("kind", tiny.AXES)
+def test_rows_with_video_image_and_text_are_one_batch(kind, tmp_path):
+    one, two = clip(tmp_path/"a.mp4"), clip(tmp_path/"b.mp4", n=25, size=(96, 64))
+    image = dict(type="image", image=tiny.medium(kind, 1))
+    rows = [asked(dict(type="video", video=one)), asked(image), asked(),
+            asked(image, dict(type="video", video=two, fps=1.)),
+            asked(dict(type="video", video=np.full((5, 48, 48, 3), 90, np.uint8)))]
+    b = Rollout(net := tiny.model(kind), tokenizer=tiny.processor(kind), max_tokens=5, device="cpu").generate(
+        Prompts(rows, tiny.processor(kind), shuffle=False).take(5), group_size=2, seed=1)
+    policy, order = Policy(net, device="cpu"), torch.randperm(10, generator=torch.Generator().manual_seed(0))
+    found = policy.logprobs(b)
+    assert (found - b.rollout_logprobs)[b.mask].abs().max() < 1e-5
+    assert_close(Policy(net, device="cpu", micro_rows=1).logprobs(b[order]), found[order], atol=1e-5, rtol=0)
+    if kind == "qwen3_vl": assert "<0.3 seconds>" in tiny.tokenizer(kind).decode(b.tokens[0])
+
+
+@pytest.mark.parametrize("kind", tiny.AXES)
+def test_sizes_of_qwen_vl_utils_are_its_own(kind, tmp_path):
+    utils = pytest.importorskip("qwen_vl_utils.vision_process")
+    how, picture = dict(resized_height=64, resized_width=96), tiny.medium(kind, 1)
+    patch = tiny.processor(kind).image_processor.patch_size
+    b = Prompts([asked(dict(type="image", image=picture, **how))], tiny.processor(kind)).take(1)
+    want = utils.fetch_image(dict(image=picture, **how), image_patch_size=patch)
+    assert b.media[0].images[0].tobytes() == want.tobytes() and want.size != picture.size
+
+
 def test_audio_files_are_mixed_and_resampled(tmp_path):
     soundfile, _ = pytest.importorskip("soundfile"), pytest.importorskip("soxr")
     time = np.arange(8000)/8000

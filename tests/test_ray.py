@@ -15,6 +15,7 @@ import time
 import warnings
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -366,6 +367,10 @@ class Counts:
     def order(self, b): return [self.said]*len(b)
     def takes(self, b): return None
     def anon(self): return anon()
+    def sources(self, b):
+        self.kept = [*getattr(self, "kept", []), b.media]
+        n = len({id(s) for media in self.kept for m in media for s in m.sources})
+        return torch.full((len(b),), n)
     def see(self, b): return torch.tensor([sum(float(x.sum()) for x in images) for images in b.images])
 
 
@@ -394,6 +399,42 @@ def test_images_stay_with_their_rows(two):
     want = torch.tensor([0., 1., 6., 0., 4.])*float(image.sum())
     counts = two.place(Counts)
     assert torch.allclose(counts.see(b), want) and torch.allclose(counts.see(b[[2, 0]]), want[[2, 0]])
+
+
+def test_each_source_travels_to_a_rank_once_and_is_there_once(two, monkeypatch):
+    "4,096 rows with 512 distinct media; a rank that is sent them again holds those that it has."
+    import tiny_media
+    from rlblocks.data.media import FeatureMaker, Media, Source
+    from rlblocks.placement import ray_calls
+    data, maker = [os.urandom(4096) for _ in range(512)], FeatureMaker(tiny_media.processor("llava"))
+    media = [Media((Source("image", x, f"{i:032}"),), maker) for i, x in enumerate(data)]
+    b = Batch(tokens=torch.ones(4096, 2, dtype=torch.long), lengths=torch.full((4096,), 2), unit=torch.arange(4096)//8,
+              media=[media[i//8] for i in range(4096)])
+    sent, counts = [], two.place(Counts)
+    def serialize(*args, **how):
+        sent.append(ray_messages_serialize(*args, **how))
+        return sent[-1]
+    ray_messages_serialize = ray_calls.serialize
+    monkeypatch.setattr(ray_calls, "serialize", serialize)
+    assert sum({id(s): s.nbytes for m in b.media for s in m.sources}.values()) == 512*4096
+    assert counts.sources(b).tolist() == counts.sources(b).tolist() == [256]*4096
+    assert len(sent) == 4 and sum(x.nbytes for x in sent) < 2*(512*4096 + 4096*100)
+
+
+def test_rows_with_images_give_the_numbers_of_one_process(two):
+    "The tutorial's loop on two ranks, one of which may have rows of text alone."
+    import tiny_media
+    rows = [tiny_media.row("llava", *some) for some in ((0,), (), (1, 2))]
+    loop = loop_from(f"{ROOT}/tutorials/grpo.ipynb:grpo")
+    def reward(completions, **_): return [float(len(set(c))) for c in completions]
+    def run(pool):
+        reads = tiny_media.processor("llava")
+        data = Prompts(rows, reads, shuffle=False)
+        return list(loop(pool, data, reward, model=partial(tiny_media.model, "llava"), tokenizer=reads, steps=2,
+                          prompts=3, group_size=2, minibatches=1, max_tokens=4, lr=1e-3))
+    for got, want in zip(run(two), run(here), strict=True):
+        for name in ("loss", "grad_norm", "reward"):
+            assert float(got[name]) == pytest.approx(float(want[name]), rel=1e-5, abs=1e-6)
 
 
 def test_memory_does_not_grow_with_calls_nor_hold_what_passes(two):

@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny_media
 import torch
 from conftest import ROOT, rarely, vllm_python
-from rlblocks import Policy, Rollout
+from rlblocks import Policy, Prompts, Rollout
 from rlblocks.samplers.decoding import penalties
 from rlblocks.samplers.hf import Hf
 from rlblocks.samplers.processes import Child, child_environment
@@ -362,6 +363,42 @@ def test_an_sglang_server_that_computes_something_else_is_found_out(server):
     with pytest.raises(RuntimeError, match="did not take the weights: no room"):
         r.load(Policy(sharp(), device="cpu").weights())
     r.close()
+
+
+def test_rows_with_images_reach_an_sglang_server():
+    "By one placeholder and a file each; the server expands them, and an image is part of each load's proof."
+    net, reader = tiny_media.model("llava"), tiny_media.processor("llava")
+    server, url, engine = served(tiny_media.model("llava", seed=1), processor=reader)
+    r = Rollout(net, tokenizer=reader, engine=sglang(url, timeout=60.), max_tokens=6)
+    row = tiny_media.row("llava", 1)["prompt"][0]["content"][0]
+    between = dict(prompt=[dict(role="user", content=[row, dict(type="text", text="and"), row])])
+    data = Prompts([tiny_media.row("llava", text="blind"), tiny_media.row("llava", 0), between], reader)
+    policy = Policy(net, tokenizer=reader, device="cpu")
+    with torch.no_grad():
+        for name, w in policy._run.module.trunk.named_parameters():
+            if "tower" in name: w.add_(.2*w.std().nan_to_num(1.))
+    assert r.load(policy.weights()).gap < 1e-4
+    b = r.generate(data.take(3), group_size=2, seed=1)
+    assert (policy.logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-5
+    update = engine.update_weights_from_disk
+    def language_alone(body):      # as a cache does that keeps what the tower made
+        tower = {n: x.clone() for n, x in engine.sampler.module.state_dict().items() if "tower" in n}
+        return update(body) | dict(_=engine.sampler.module.load_state_dict(tower, strict=False) and None)
+    engine.update_weights_from_disk = language_alone
+    with torch.no_grad():
+        for name, w in policy._run.module.trunk.named_parameters():
+            if "tower" in name: w.add_(.2*w.std().nan_to_num(1.))
+    with pytest.raises(RuntimeError, match="fixed ids, with image, are up to"): r.load(policy.weights())
+    engine.update_weights_from_disk = update
+    r.load(policy.weights())
+    beside = Prompts([tiny_media.row("llava", 0, 1)], reader).take(1)
+    with pytest.raises(ValueError, match="engine='sglang' is sent rows of images alone, with text between"):
+        r.generate(beside)
+    said = engine._said
+    engine._said = lambda *answer: said(*answer[:-1], answer[-1][:-1])      # of a server that reads one id less
+    with pytest.raises(ValueError, match="the image in memory has .* ids, and the server has read others"):
+        r.generate(Prompts([tiny_media.row("llava", 0)], reader).take(1))
+    server.shutdown()
 
 
 def test_log_probs_of_another_distribution_are_found_out():

@@ -31,7 +31,8 @@ VISION = dict(image_token="<|image_pad|>", video_token="<|video_pad|>", vision_b
               vision_eos_token="<|vision_end|>")
 TEMPLATE = """{% for m in messages %}<|im_start|>{{ m['role'] }}
 {% if m['content'] is string %}{{ m['content'] }}{% else %}{% for c in m['content'] %}{% if c['type'] == 'text' %}\
-{{ c['text'] }}{% else %}MEDIUM{% endif %}{% endfor %}{% endif %}<|im_end|>
+{{ c['text'] }}{% elif c['type'] == 'video' %}<|vision_start|><|video_pad|><|vision_end|>\
+{% else %}MEDIUM{% endif %}{% endfor %}{% endif %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 

@@ -18,8 +18,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, cast
+from weakref import WeakValueDictionary
 from urllib.parse import unquote, urlparse
 
 import torch
@@ -44,6 +46,9 @@ class Source:
     def digest(self)->str:
         "Return a hash of the content and of how it is read."
         return digest_of(f"{self.checksum}{self.options}".encode()) if self.options else self.checksum
+
+    def __reduce__(self):
+        return same_source, (self.kind, self.data, self.checksum, self.member, self.options)
 
     @property
     def nbytes(self)->int:
@@ -90,6 +95,13 @@ class Source:
         if not isinstance(self.data, str): return "in memory"
         return repr(f"{self.data}::{self.member}" if self.member else self.data)
 
+_READ = WeakValueDictionary[tuple, Source]()
+
+def same_source(kind:str, data:Any, *more)->Source:
+    "Return a source that has been read from a message or file, the same where this process has it already."
+    made = Source(kind, data, *more)
+    return _READ.setdefault((kind, made.digest, made.member, data if isinstance(data, str) else ""), made)
+
 def digest_of(content:Any)->str:
     "Return a hash of bytes, or of an array with its shape."
     if isinstance(content, bytes): return hashlib.sha256(content).hexdigest()[:32]
@@ -111,13 +123,12 @@ OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_e
            "total_pixels", "resized_height", "resized_width")       # the keys of qwen-vl-utils
 SIZES = OPTIONS[6:]
 
-def qwen_vl_utils():
+def qwen_vl_utils()->Any:
     "Return qwen-vl-utils' reader of its own sizes. ImportError with the extra."
-    try: from qwen_vl_utils import vision_process
+    try: return import_module("qwen_vl_utils.vision_process")
     except ImportError as e:
         raise ImportError(f"{', '.join(SIZES)} beside a medium are read by qwen-vl-utils: "
                           "pip install rlblocks[vision,video]") from e
-    return vision_process
 
 def sizes_in(options:Mapping)->dict[str, Any]:
     "Return the options that choose a size."
@@ -184,12 +195,12 @@ def _video(x, options, _, patch_size):
     at = about["frames_indices"] + about["frames_indices"][-1:]*(len(made) - len(frames))
     return made.round().clamp(0, 255).byte().permute(0, 2, 3, 1).contiguous().numpy(), about | dict(frames_indices=at)
 
-def _array_frames(x, options):
+def _array_frames(x, options)->tuple[Any, dict[str, Any]]:
     "Frames that came as an array are all taken; `fps` says how many a second they are."
     rate = float(options.get("fps", FPS))
     return x, dict(fps=rate, frames_indices=list(range(len(x))), total_num_frames=len(x), duration=len(x)/rate)
 
-def _frames(x, options):
+def _frames(x, options)->tuple[Any, dict[str, Any]]:
     "Decode the chosen frames of a file, and no more of them than that at a time."
     try: import av
     except ImportError as e: raise ImportError("video files need av: pip install rlblocks[video]") from e
@@ -482,13 +493,12 @@ def states_of(media:Sequence[Media|None])->list[dict|None]: # the same dicts whe
 
 def media_from(states:Sequence[Mapping|None])->list[Media|None]: # of `states_of`; rows share again what they shared
     "Return the column of media that was saved."
-    sources, found = dict[tuple, Source](), dict[str, Media]()
+    sources:dict[tuple, Source] = {}
     def media(state):
         made = [Source.of(s) for s in state["sources"]]
-        made = Media(tuple(sources.setdefault((s.kind, s.digest), s) for s in made), FeatureMaker.of(state["maker"]))
-        return found.setdefault(made.digest, made)
-    kept:dict[int, Media] = {}
-    return [None if s is None else kept[id(s)] if id(s) in kept else kept.setdefault(id(s), media(s)) for s in states]
+        return Media(tuple(sources.setdefault((s.kind, s.digest), s) for s in made), FeatureMaker.of(state["maker"]))
+    made = {i: media(s) for i, s in {id(s): s for s in states if s is not None}.items()}
+    return [None if s is None else made[id(s)] for s in states]
 
 def media_to_json(media:Sequence[Media|None], *, files:bool=True)->list[dict|None]:
     """Return what JSON keeps: bytes in base64, what rows share in the first of them.
@@ -519,8 +529,9 @@ def media_from_json(states:Sequence[Mapping|None], *, files:bool=True)->list[Med
         x = torch.frombuffer(bytearray(base64.b64decode(s["data"])), dtype=torch.uint8)
         return s | dict(data=x.view(getattr(torch, s["dtype"])).reshape(s["shape"]))
     try:
-        whole = [s if s is None or "row" in s else dict(s, sources=[source(x) for x in s["sources"]]) for s in states]
-        return media_from([s if s is None or "row" not in s else whole[s["row"]] for s in whole])
+        whole:list[Any] = [s if s is None or "row" in s else dict(s, sources=[source(x) for x in s["sources"]])
+                           for s in states]
+        return media_from([s if s is None or "row" not in s else whole[int(s["row"])] for s in whole])
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as e:
         raise ValueError(f"no media as media_to_json writes them: {e!r}") from e
 

@@ -194,9 +194,11 @@ def attend_by_segments(model:nn.Module)->list[tuple["transformers.PretrainedConf
 
     Empty where the attention cannot be set, and for others (flash, flex), which have ways of their own."""
     parts = parts_of(model)
-    beside = parts["tower"] + parts["projector"]     # whose attention is not causal; who owns both has a config of both
+    beside = [f"{x}." for x in parts["tower"] + parts["projector"]]
+    # a tower's attention is not causal, and the configuration of a module around one is the tower's too
+    def of_language(name): return not any(f"{name}.".startswith(x) or x.startswith(name and f"{name}.") for x in beside)
     inside = [m for name, m in model.named_modules() if getattr(m, "_supports_attention_backend", False)
-              and not any(f"{name}.".startswith(f"{x}.") or f"{x}.".startswith(f"{name}." if name else "") for x in beside)]
+              and of_language(name)]
     configs:dict[int, Any] = {id(m.config): m.config for m in inside}
     before = [(config, config._attn_implementation) for config in configs.values()]
     if not before or any(name not in ("sdpa", "eager", NAME) for _, name in before): return []

@@ -7,7 +7,7 @@ __all__ = ['Layout', 'OutputRequest', 'Places', 'Pass', 'accepts', 'Forward', 'r
 
 # %% ../../nbs/models/08_forward.ipynb #5fed9b02
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ..arithmetic.logprobs import entropy as entropy_of, gather_logprobs
 from ..arithmetic.masked import promoted
 from ..arithmetic.passes import asked, sent
+from ..data.media import Media
 from ..data.packing import Packed, pack
 from ..engines.sequence_parallel import LineShard
 from ..engines.engine import output_layer
@@ -219,16 +220,18 @@ class Forward(nn.Module):
         layout:Layout,             # how to arrange the rows
         group:Tensor|None=None,    # `[B]` ids of rows that may begin alike; packed, they share it
         experts:Tensor|None=None,  # `[B, T, L, K]` that a mixture's tokens go to, −1 = as the router picks
-        media:tuple|None=None,     # of the rows, and their type ids, as of `media_of`
+        media:tuple[Sequence[Media|None], Mapping[str, Tensor]]|None=None, # of the rows, and type ids: `media_of`
     )->Pass: # on the device of all that is given
         "Rows side by side or on a line, as the layout says."
-        given = media or ([None]*len(tokens), {})
+        objects, kinds = media or ([None]*len(tokens), {})
         def beside(line, at):
             if not self.placeholders: return {}
             if layout.shard: return dict(position_ids=at.expand(4, 1, -1)) if rope_owner(self.trunk) else {}
-            return line_arguments(self.trunk, *given, tokens, lengths, line)
-        call = (_on_a_line(tokens, lengths, places, layout, self.takes, group, beside) if layout.packed else
-                _padded(tokens, lengths, places, self.takes, media_arguments(self.trunk, *media, tokens) if media else {}))
+            return line_arguments(self.trunk, objects, kinds, tokens, lengths, line)
+        if layout.packed: call = _on_a_line(tokens, lengths, places, layout, self.takes, group, beside)
+        else:
+            more = media_arguments(self.trunk, objects, kinds, tokens) if media else {}
+            call = _padded(tokens, lengths, places, self.takes, more)
         return call if experts is None else replace(call, experts=_on_call(experts, call))
 
     def forward(self,

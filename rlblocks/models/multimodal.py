@@ -80,8 +80,8 @@ def media_arguments(
     if not reads_media(getattr(inner, "config", None)): return found
     absent = [k for k in TYPE_IDS if k in params and k not in type_ids]
     if names and absent:
-        raise ValueError(f"{type(inner).__name__} finds the places of media by a column {absent[0]!r}, and the rows with "
-                         "media have none; Prompts, Demonstrations and Preferences make it: do not drop it")
+        raise ValueError(f"{type(inner).__name__} finds the places of media by a column {absent[0]!r}, and the rows "
+                         "with media have none; Prompts, Demonstrations and Preferences make it: do not drop it")
     kinds = {k: type_ids[k].to(like.device) if k in type_ids else torch.zeros_like(like) for k in TYPE_IDS}
     return found | {k: x for k, x in kinds.items() if k in params}
 
@@ -230,7 +230,7 @@ def probe_of(
     prompt = Prompts([dict(prompt=[dict(role="user", content=content)])], processor).take(1).trim()
     if prompt.tokens.shape[1] + len(text) >= (rows_window(config) or math.inf): return text, None
     ids = torch.cat([prompt.tokens[0], torch.tensor(text)])
-    kinds = {k: nn.functional.pad(prompt[k][0], (0, len(text))) for k in TYPE_IDS if k in prompt}
+    kinds = {k: nn.functional.pad(prompt.columns[k][0], (0, len(text))) for k in TYPE_IDS if k in prompt}
     return tuple(ids.tolist()), SpareRow(ids, kinds, prompt.media[0])
 
 def shown(kind:str)->np.ndarray: # "image" or "audio"

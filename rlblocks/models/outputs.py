@@ -64,9 +64,10 @@ def outputs(model:ShardedModel, layout:Layout, part:Batch, reading:OutputRequest
     group, reader = None if part.families is None else part.families.cpu(), cast(Forward, model.module)
     tokens, lengths, given = fed_tokens(part, reader.placeholders).cpu(), part.lengths.cpu(), None
     if reader.placeholders or "media" in part:
-        given = media_of(part)
-        if model.ranks > 1: tokens, lengths, *given = with_spare_rows(part, tokens, lengths)
-        if group is not None: group = media_groups(group, tokens, given[0], reader.placeholders)
+        media, kinds = media_of(part)
+        if model.ranks > 1: tokens, lengths, media, kinds = with_spare_rows(part, tokens, lengths)
+        if group is not None: group = media_groups(group, tokens, media, reader.placeholders)
+        given = media, kinds
     places = _places(who, part, rows, cols, reading)
     call = reader.arrange(tokens, lengths, places, layout, group, experts, given)
     flat = model(call.to(model.device), reading, layout)

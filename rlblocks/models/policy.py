@@ -173,7 +173,8 @@ class Policy(Trained):
 
     def weights(self, *, since:int|None=None, dtype:torch.dtype|None=None, adapter:bool=False)->Ticket:
         "A ticket for this version: all weights, an adapter merged; what changed `since` one; or the `adapter` alone."
-        if adapter: return adapter_ticket(self._run, self._view, self.logprobs, self.tokenizer, since=since, dtype=dtype)
+        if adapter:
+            return adapter_ticket(self._run, self._view, self.logprobs, self.tokenizer, since=since, dtype=dtype)
         return ticket_of(self._run, self.logprobs, dtype, since=since, sent=self._sent, processor=self.tokenizer)
 
     def save_pretrained(self,

@@ -38,7 +38,8 @@ def layout_of(run:ReadyModel, batch:Batch)->Layout:
     ValueError where that fails and `pack=True`. All ranks together."""
     spare = batch.whole.media if batch.is_part else spare_rows(batch.columns) if "media" in batch else ()
     if not spare: return run.layout
-    if run.layout.shard: raise ValueError(f"{run.name}: ranks cannot share rows with media; leave sequence_parallel out")
+    if run.layout.shard:
+        raise ValueError(f"{run.name}: ranks cannot share rows with media; leave sequence_parallel out")
     padded, kinds = replace(run.layout, packed=False, segments=False), tuple(k for s in spare for k in s.media.kinds)
     if not run.layout.packed: return padded
     if kinds not in run.media:

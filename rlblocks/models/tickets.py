@@ -44,7 +44,8 @@ def adapter_ticket(run:ReadyModel, view:View|None, logprobs:Callable[[Batch], Te
     check_alone("Policy", **more)
     if view is None or view.adapter is None:
         raise ValueError("Policy: adapter=True sends an adapter alone, and there is none; leave it out")
-    return changes_ticket(ticket_of(run, logprobs, processor=processor), low_rank(view.base, view.adapter), adapter=True)
+    ticket = ticket_of(run, logprobs, processor=processor)
+    return changes_ticket(ticket, low_rank(view.base, view.adapter), adapter=True)
 
 def low_rank(base:Base, name:str)->dict[str, LowRank]: # weight of the plain model → its change; copies
     "An adapter as it stands now. ValueError for DoRA, embeddings, fully trained layers, and layers that are cut."

@@ -20,7 +20,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..arithmetic.head import CHUNKS
+from ..data.batch import Batch
 from ..data.columns import whole_number
+from ..data.media import SpareRow, spare_rows
 from ..engines.engine import EngineSpec, PlannedBytes, engine_of, output_layer, planned_plain
 from ..engines.tensor_plan import cut_, fit_plan, plan_of
 from ..engines.weights import plain_name
@@ -31,6 +33,7 @@ from ..engines.tensor_parallel import adapted_layers, adapter_share_
 from ..engines.process_group import HALF
 from ..models.loading import without_lm_head
 from ..models.lora import check_kept
+from ..models.multimodal import freeze_
 from ..models.policy import check_quantized
 from ..models.value_heads import linear_head
 from .memory import Live, PassBytes, adapted_model, fake_model, pack_, pass_bytes
@@ -165,12 +168,13 @@ def _size(tensors): return sum(x.nbytes for x in tensors)
 
 # %% ../../nbs/placement/03_plan.ipynb #19d5421d
 def _fake_wrapper(model, spec:EngineSpec, *, frozen:bool, lora, quantization, value_head:bool,
-                  lm_head:bool)->FakeWrapper:
+                  lm_head:bool, freeze)->FakeWrapper:
     "Build the wrapper; called inside FakeTensorMode."
     fake, adapter = (fake_model(model, who="plan"), []) if lora is None else adapted_model(model, lora, who="plan")
     plain = fake if lora is None else fake_model(model, who="plan")
     dtype = spec.dtype or fake.dtype
-    if lora is None: fake.requires_grad_(not frozen and quantization is None)
+    if lora is None and (frozen or quantization is not None): fake.requires_grad_(False)
+    freeze_("plan", fake, freeze)
     if quantization is not None: pack_(fake, quantization, adapter)
     if not frozen and not spec.low_precision and lora is None: promote_(fake)
     if spec.checkpointing: checkpoint_layers_(fake)
@@ -217,12 +221,13 @@ def optimizer_state_bytes(optimizer:Callable|None)->int: # for each 4 bytes of w
     return round(4*_size(states)/p.nbytes)
 
 # %% ../../nbs/placement/03_plan.ipynb #e9ab6ddf
-def _wrapper_pass(wrapper:FakeWrapper, *, micro_tokens:int, row:int, entropy:bool, device:str)->tuple[PassBytes, float]:
+def _wrapper_pass(wrapper:FakeWrapper, *, micro_tokens:int, row:int, entropy:bool, device:str,
+                  spare:SpareRow|None)->tuple[PassBytes, float]:
     "Count one micro-batch, of a line that devices share this one's stretch; and operations a token and device."
     sp, model = wrapper.spec.sequence_parallel, wrapper.model
     if wrapper.half and not wrapper.copied and wrapper.spec.word != "zero1":      # elsewhere autocast's copies count
         for p in wrapper.base: p.data = p.data.to(wrapper.half) if p.is_floating_point() else p.data
-    how:dict[str, Any] = dict(learn=not wrapper.frozen, dtype=wrapper.half, value_head=wrapper.head)
+    how:dict[str, Any] = dict(learn=not wrapper.frozen, dtype=wrapper.half, value_head=wrapper.head, spare=spare)
     share = dict(row=-(-row//sp), entropy=entropy, chunk=CHUNKS[device])
     try: found = pass_bytes(model, -(-micro_tokens//sp), **share, **how)
     except ValueError as e:
@@ -266,6 +271,7 @@ def plan(
     engine:EngineSpec|str|None=None, # as for `Policy`: a word, or a value as fsdp2(checkpointing=True)
     devices:int=1,       # that share it
     frozen:bool=False,   # a reference: no gradients, no states
+    freeze=(),           # parts that do not learn, as for `Policy`: "tower"
     lora=None,           # train an adapter, as for `Policy`; the rest is frozen
     quantization=None,   # hold the frozen weights in "4bit" or "8bit"
     value_head:bool=False, # a number per token beside the log-probs …
@@ -273,6 +279,7 @@ def plan(
     micro_tokens:int=8192, # tokens a forward pass; of all devices that run it together
     row:int=1024,        # tokens a row
     entropy:bool=False,  # the loss reads it
+    media:Batch|None=None, # rows with images, as `data.take(1)`: every row of the pass has those of the first that has
     optimizer:Callable|None=None, # as for `Policy`; None: AdamW
     memory:int|float|str|None=None, # bytes of one device, or "80GB", "80GiB", to be checked
     device:str="cuda",   # of the run: "cuda", or "cpu", which has a quarter of the logits at one time
@@ -286,12 +293,14 @@ def plan(
     _check_wrapper(spec, devices, frozen, lora, quantization)
     _check_pass(micro_tokens, row, lm_head, value_head, device)
     if memory is not None: device_bytes(memory, "plan")
-    with FakeTensorMode():
+    seen = None if media is None else next(iter(spare_rows(media.columns)), None)
+    with FakeTensorMode(allow_non_fake_inputs=seen is not None):
         wrapper = _fake_wrapper(model, spec, frozen=frozen, lora=lora, quantization=quantization,
-                               value_head=value_head, lm_head=lm_head)
+                               value_head=value_head, lm_head=lm_head, freeze=freeze)
         stays = wrapper_bytes(wrapper, ranks=devices//spec.tensor_parallel,
                               state_bytes=optimizer_state_bytes(optimizer))
-        comes, flops = _wrapper_pass(wrapper, micro_tokens=micro_tokens, row=row, entropy=entropy, device=device)
+        comes, flops = _wrapper_pass(wrapper, micro_tokens=micro_tokens, row=row, entropy=entropy, device=device,
+                                     spare=seen)
     parts = title, _device_column(stays, comes, frozen), {k: n for k, n in stays.host.items() if n}
     made = Plan((parts,), devices, flops, building=wrapper.building)
     return made if memory is None else made.fit(memory)

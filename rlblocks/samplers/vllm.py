@@ -25,7 +25,7 @@ from torch import nn
 
 from ..engines.weights import InProcess, Manifest, Ticket, buckets, check_since, named_weights
 from ..models.validation import config_of
-from ..data.media import Media, is_processor, tokenizer_of
+from ..data.media import is_processor, tokenizer_of
 from ..models.folders import plain_twin
 from ..models.multimodal import probe_of, reads_media, rows_window
 from ..models.routers import routers_of
@@ -34,7 +34,8 @@ from .hf import sampling_module
 from .processes import Child, interpreter
 from .sampler import Completion, Reason, Request, Sampling, VllmSpec, check_ready
 from .vllm_process import SampleOptions
-from .weight_transfer import Channel, SharedMemory, Transfer, channel_for, check_adapter, opened, score_with
+from .weight_transfer import Channel, SharedMemory, Transfer, channel_for, check_adapter, named_media
+from .weight_transfer import opened, score_with
 
 if TYPE_CHECKING: import transformers
 
@@ -167,7 +168,8 @@ def engine_arguments(
     return dict(
         model=source, dtype=str(transfer.dtype).removeprefix("torch."), seed=0,
         load_format="auto" if source else "dummy",
-        skip_tokenizer_init=not reads_media(transfer.model.config), generation_config="vllm", enforce_eager=not cuda, enable_sleep_mode=cuda,
+        skip_tokenizer_init=not reads_media(transfer.model.config), generation_config="vllm",
+        enforce_eager=not cuda, enable_sleep_mode=cuda,
         max_model_len=window, max_num_seqs=max_rows, kv_cache_memory_bytes=spec.cache_bytes,
         logprobs_mode="processed_logprobs", max_logprobs=MAX_SUPPORT, enable_prefix_caching=True,
         structured_outputs_config=dict(backend="outlines"),
@@ -285,7 +287,7 @@ def to_completion(
                       None if support is None else torch.from_numpy(support), reason, marks[-1][1],
                       torch.tensor(versions, dtype=torch.long), routed)
 
-# %% ../../nbs/samplers/05_vllm.ipynb #cc399ef8
+# %% ../../nbs/samplers/05_vllm.ipynb #c7d19756
 def reader_arguments(processor:Any)->dict[str, Any]: # of vLLM's `LLM`
     "Let vLLM resize images with the library that the rows' processor does it with: the two round otherwise."
     pil = type(getattr(processor, "image_processor", None)).__name__.endswith("Pil")
@@ -295,17 +297,18 @@ def check_media(model:nn.Module, requests:Iterable[Request]):
     "Raise ValueError for media of which vLLM makes other log-probs than the trainer."
     if not str(getattr(model.config, "model_type", "")).startswith("qwen"): return
     if odd := next((r.media for r in requests if r.media and "video" in r.media.kinds), None):
-        raise ValueError(f"generate: a row has the video {next(s.name for s in odd.sources if s.kind == 'video')}, and "
-                         f"engine='vllm' makes other log-probs of video with {type(model).__name__} than the trainer: "
-                         "it counts the positions behind a video otherwise. engine='hf' samples such rows")
+        raise ValueError(f"generate: a row has {named_media(odd)}, and engine='vllm' makes other log-probs of video "
+                         f"with {type(model).__name__} than the trainer: it counts the positions behind a video "
+                         "otherwise. engine='hf' samples such rows")
 
 def save_processor(processor:Any, model:nn.Module, folder:str):
     "Write a processor beside weights. ValueError where there is none."
     if not is_processor(processor):
-        raise ValueError(f"Rollout: {type(model).__name__} reads media, and vLLM reads them with the model's processor; "
-                         "give it, Rollout(…, tokenizer=AutoProcessor.from_pretrained(…))")
+        raise ValueError(f"Rollout: {type(model).__name__} reads media, and vLLM reads them with the model's "
+                         "processor; give it, Rollout(…, tokenizer=AutoProcessor.from_pretrained(…))")
     processor.save_pretrained(folder)
 
+# %% ../../nbs/samplers/05_vllm.ipynb #cc399ef8
 class Vllm:
     "Sample with vLLM, in a process of its own."
     elsewhere = True
@@ -331,7 +334,7 @@ class Vllm:
             if slots: weights = None
         self.spec, self.module, self.tokenizer = spec, cast(nn.Module, meta), tokenizer_of(tokenizer)
         self.transfer = new_transfer(spec, meta, dtype)
-        self.arguments = reader_arguments(tokenizer) | engine_arguments(spec, self.transfer, source, max_rows)
+        self.arguments = {**reader_arguments(tokenizer), **engine_arguments(spec, self.transfer, source, max_rows)}
         self.window, self.vocabulary = self.transfer.window, self.transfer.vocabulary
         self.under_way = dict[str, tuple[Request, int]]()   # by name of a sample: request, place among its seeds
         self.version:int|None = None
@@ -415,10 +418,9 @@ class Vllm:
 
     def _refusal(self, name, why)->str:
         request, _ = self.under_way[name]
-        media = cast(Media, request.media)
         return (f"generate: engine='vllm' does not take a row of {len(request.ids)} ids with "
-                f"{', '.join(f'the {s.kind} {s.name}' for s in media.sources)}: {why}. Its processor has to be that "
-                "of the rows; engine='hf' runs the model's own forward pass")
+                f"{named_media(request.media)}: {why}. Its processor has to be that of the rows; engine='hf' runs the "
+                "model's own forward pass")
 
     def _completion(self, name, parts, reason)->Completion:
         "Return a sample that is under way no more."

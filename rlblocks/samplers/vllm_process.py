@@ -96,9 +96,10 @@ class Worker(Protocol):
 def prepack_again(worker:Worker):
     "Renew the prepacked copies that `reload_weights` leaves as they were."
     model = worker.model_runner.get_model()
-    for name, layer in model.named_modules():
-        if name.rpartition(".")[2] == "lm_head" and hasattr(layer, "cpu_linear") and layer.weight.numel():
-            layer.quant_method.process_weights_after_loading(layer)
+    heads:list[Any] = [m for name, m in model.named_modules() if name.rpartition(".")[2] == "lm_head"]
+    for head in heads:
+        if hasattr(head, "cpu_linear") and head.weight.numel(): head.quant_method.process_weights_after_loading(head)
+    for layer in model.modules():
         kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
         if kernel is not None and type(layer).__name__ == "RoutedExperts":
             kernel.fused_experts.process_weights_after_loading(layer)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['Entry', 'view_of', 'in_buckets', 'from_bucket', 'sizes_of', 'Channel', 'SharedMemory', 'packed_message', 'CudaIpc',
-           'Nccl', 'channel_for', 'check_probe', 'opened', 'probe_scores', 'score_with', 'probe_module', 'named_shapes',
-           'file_weights', 'checked_weights', 'check_adapter', 'lora_factors', 'write_lora', 'Transfer']
+           'Nccl', 'channel_for', 'check_probe', 'opened', 'named_media', 'probe_scores', 'score_with', 'probe_module',
+           'named_shapes', 'file_weights', 'checked_weights', 'check_adapter', 'lora_factors', 'write_lora', 'Transfer']
 
 # %% ../../nbs/samplers/07_weight_transfer.ipynb #e130102b
 import json
@@ -242,8 +242,9 @@ def check_probe(
     if gap <= limit: return gap
     shown = "" if media is None else f", with {' and '.join(media.kinds)},"
     raise RuntimeError(f"load: the weights arrived, and the engine does not compute what the trainer computes: "
-                       f"log-probs of {len(engine) + 1} fixed ids{shown} are up to {gap:.2g} apart, {limit:g} is allowed in "
-                       f"{str(dtype).removeprefix('torch.')}. " + (_OTHER_BASE if adapter else _RELOADS_WRONGLY))
+                       f"log-probs of {len(engine) + 1} fixed ids{shown} are up to {gap:.2g} apart, {limit:g} is "
+                       f"allowed in {str(dtype).removeprefix('torch.')}. "
+                       + (_OTHER_BASE if adapter else _RELOADS_WRONGLY))
 
 _RELOADS_WRONGLY = "An architecture that this vLLM reloads wrongly; engine='hf' runs it"
 _OTHER_BASE = ("The adapter may stand on other weights than the engine has; load the base once, Policy(policy, "
@@ -252,6 +253,10 @@ _OTHER_BASE = ("The adapter may stand on other weights than the engine has; load
 def opened(media:Media|None)->dict[str, list]|None: # None: there are none
     "Open media as vLLM takes them, by kind."
     return media and {kind: getattr(media, WORDS[kind]) for kind in media.kinds}
+
+def named_media(media:Media|None)->str:
+    "Return how an error names media."
+    return ", ".join(f"the {s.kind} {s.name}" for s in media.sources) if media else "no media"
 
 def probe_scores(
     ticket:Ticket,
@@ -284,8 +289,8 @@ def probe_module(
     scores, weight = probe_scores(ticket, None), next(module.parameters())
     if scores is None: return None
     ids, policy = scores
-    return check_probe(score_with(module, torch.tensor(ids, device=weight.device), ticket.row).cpu(), policy, weight.dtype,
-                       ticket.adapter)
+    found = score_with(module, torch.tensor(ids, device=weight.device), ticket.row).cpu()
+    return check_probe(found, policy, weight.dtype, ticket.adapter)
 
 # %% ../../nbs/samplers/07_weight_transfer.ipynb #26a90c1b
 def named_shapes(
