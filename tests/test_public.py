@@ -19,6 +19,7 @@ from test_floors import FLOORS, MODULES, ROOMS
 
 NOTEBOOKS = sorted([*ROOT.glob("nbs/**/*.ipynb"), *ROOT.glob("tutorials/*.ipynb")])
 TUTORIALS = sorted(ROOT.glob("tutorials/*.ipynb"))
+SENSES = [p for p in TUTORIALS if p.name.startswith(("vlm_", "audio_"))]      # they import the loops of others
 MARKDOWN = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")
 EQUATION = re.compile("[=≤≥∈∑Σ∝−·√]")
 SOURCE = re.compile(r"\b(19|20)\d\d\b")
@@ -362,7 +363,16 @@ def strangers(tree, loop):
                                                                if module.split(".")[0] in ("torch", "rlblocks")}
 
 
-@pytest.mark.parametrize("path", TUTORIALS, ids=lambda p: p.name)
+@pytest.mark.parametrize("path", SENSES, ids=lambda p: p.name)
+def test_a_tutorial_with_media_has_the_loops_of_the_others(path):
+    code = code_of(path)
+    assert not loops(ast.parse(code))
+    wanted = re.findall(r'loop_from\("(\w+\.ipynb):(\w+)"\)', code)
+    assert wanted and all(name in {f.name for f in loops(ast.parse(code_of(ROOT/"tutorials"/file)))}
+                          for file, name in wanted)
+
+
+@pytest.mark.parametrize("path", [p for p in TUTORIALS if p not in SENSES], ids=lambda p: p.name)
 def test_a_tutorial_is_one_loop_that_fits_a_page(path):
     tree = ast.parse(code_of(path))
     found = loops(tree)
