@@ -1,5 +1,6 @@
 "Media as users have them: files, archives, addresses, bytes; what is broken; and where their rows go."
 import base64
+import copy
 import io
 import zipfile
 
@@ -9,11 +10,13 @@ import tiny_media as tiny
 import torch
 from PIL import Image
 from rlblocks import (
-    Buffer, Checkpoint, Demonstrations, Feedback, Grader, Policy, Preferences, Prompts, RemoteReward, Rollout, Scorer,
-    Step, TextRenderer, here, judge_reward, judge_rollout, load_rollouts, loop_from, pairwise_reward, rollouts,
+    Batch, Buffer, Checkpoint, Demonstrations, Feedback, Grader, Policy, Preferences, Prompts, RemoteReward, Rollout,
+    Scorer, Step, TextRenderer, here, judge_reward, judge_rollout, load_rollouts, loop_from, pairwise_reward, rollouts,
     save_rollouts, scorer_reward, serve_reward,
 )
-from rlblocks.data.media import FeatureMaker, Media, bytes_of, frame_numbers, media_from_json, source_of
+from rlblocks.data.media import (
+    FeatureMaker, Media, bytes_of, frame_numbers, media_from_json, media_to_json, source_of,
+)
 from rlblocks.models.multimodal import placeholder_ids
 from torch.testing import assert_close
 
@@ -61,7 +64,7 @@ def test_however_an_image_is_written_it_is_the_same(tmp_path):
 def test_frames_of_a_video(tmp_path):
     assert frame_numbers(300, 30.) == np.linspace(0, 299, 20).round().astype(int).tolist()
     assert len(frame_numbers(30*3600, 30.)) == 32 and len(frame_numbers(30*3600, 30., max_frames=64)) == 64
-    assert frame_numbers(10, 30.) == [0, 3, 6, 9] and frame_numbers(1, 30.) == [0]
+    assert frame_numbers(10, 30.) == [0, 3, 6, 9] and frame_numbers(1, 30.) == [0, 0]
     assert frame_numbers(100, 10., nframes=2, video_start=2., video_end=4.) == [20, 40]
     with pytest.raises(ValueError, match=r"no frame between 20 s and None s of 10\.0 s"):
         frame_numbers(100, 10., video_start=20)
@@ -373,3 +376,95 @@ def test_media_without_their_type_ids_are_refused():
         Prompts([tiny.row(kind, 0)], tiny.processor(kind)).take(1))
     with pytest.raises(ValueError, match="finds the places of media by a column 'token_type_ids', and the rows with"):
         Policy(tiny.model(kind), device="cpu").logprobs(b.drop("token_type_ids"))
+
+
+# -- what would be learned wrong in silence
+def test_media_and_placeholders_are_as_many():
+    reader, image = tiny.processor("llava"), tiny.medium("llava", 0)
+    says = r"row 0 .*its text has {} '<image>', which stand for image, and it has {} of these"
+    for row, there, wanted in ((dict(prompt="<image>?", img=image), 1, 0), (dict(prompt="?", images=[image]), 0, 1),
+                               (dict(prompt="<image>?", images=[image]*2), 1, 2),
+                               (dict(prompt="<image><image>?", images=(image,)), 2, 1)):
+        with pytest.raises(ValueError, match=says.format(there, wanted)): Prompts([row], reader)
+    with pytest.raises(ValueError, match=says.format(2, 1)):
+        Demonstrations([tiny.row("llava", 0, completion="an <image> tag")], reader)
+    def talk(i, answer): return [*tiny.row("llava", i)["prompt"], dict(role="assistant", content=answer)]
+    with pytest.raises(ValueError, match="row 0 .*chosen and rejected have other media"):
+        Preferences([dict(chosen=talk(0, "yes"), rejected=talk(1, "no"))], reader)
+    bare = dict(prompt=[dict(role="user", content=[dict(image=image), dict(text="?")])])
+    assert Prompts([bare], reader).take(1).tokens.equal(Prompts([tiny.row("llava", 0)], reader).take(1).tokens)
+
+
+def test_numbers_of_arrays_and_turned_photographs():
+    picture = tiny.medium("llava", 0)
+    x = np.asarray(picture)
+    want = source_of("image", picture).digest
+    for given in (x/255, x.astype(np.float32), x.astype(np.uint16)*257, x.transpose(2, 0, 1), x.astype(int)):
+        assert source_of("image", given).digest == want
+    assert source_of("image", x[..., :1]).open().size == (56, 56)
+    with pytest.raises(TypeError, match="numbers from -0.88[0-9]* to 0; 0 to 255, or 0 to 1 in floats, are wanted"):
+        source_of("image", x/255. - 1)
+    frames = np.stack([x]*4)
+    assert source_of("video", frames/255).digest == source_of("video", list(frames)).digest
+    tone = np.linspace(-1, 1, 500, dtype=np.float32)
+    for given in ((tone*32767).astype(np.int16), np.stack([tone, tone], 1), np.stack([tone, tone])):
+        assert np.abs(source_of("audio", given).open() - tone).max() < 1e-4
+    with pytest.raises(TypeError, match="the audio has numbers that are not finite"): source_of("audio", tone/0)
+    held = source_of("audio", own := tone.copy())
+    own[:] = 0
+    assert np.abs(held.open()).max() == 1
+    out = io.BytesIO()
+    turned = Image.new("RGB", (20, 40), "red")
+    exif = turned.getexif()
+    exif[0x0112] = 6        # lies on its side
+    turned.save(out, "JPEG", exif=exif)
+    assert source_of("image", out.getvalue()).open().size == (40, 20)
+    deep = io.BytesIO()
+    Image.fromarray(np.full((4, 4), 32768, np.uint16)).save(deep, "PNG")
+    assert source_of("image", deep.getvalue()).open().getpixel((0, 0)) == (128, 128, 128)
+
+
+def test_a_template_that_takes_parts_alone_keeps_texts():
+    "LLaVA-1.5's: of a content that is a text it writes nothing."
+    reader = copy.copy(tiny.processor("llava"))
+    reader.tokenizer = copy.copy(reader.tokenizer)
+    reader.tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role.upper() }}: {% for c in m.content if c.type == 'image' %}<image>{% endfor %}"
+        "{% for c in m.content if c.type == 'text' %}{{ c.text }} {% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}ASSISTANT:{% endif %}")
+    rows = [dict(prompt=[dict(role="system", content="be brief"), dict(role="user", content="what is 2+2?")]),
+            tiny.row("llava", 0)]
+    b = Prompts(rows, reader, shuffle=False).take(2)
+    assert reader.tokenizer.decode(b.tokens[0, :b.lengths[0]]) == "SYSTEM: be brief USER: what is 2+2? ASSISTANT:"
+    assert b.media[0] is None and len(b.media[1].sources) == 1
+
+
+@pytest.mark.parametrize("kind", tiny.KINDS)
+def test_episodes_and_batches_of_text_and_media_are_joined(kind):
+    class Answers:
+        async def reset(self, **row): pass
+        async def step(self, message): return Step(reward=1., done=True)
+    net, reader = tiny.model(kind), tiny.processor(kind)
+    data = Prompts([tiny.row(kind), tiny.row(kind, 0)], reader, shuffle=False)
+    rollout = Rollout(net, tokenizer=reader, max_tokens=4, device="cpu")
+    b = rollouts(rollout, Answers, data.take(2), group_size=2, seed=1)
+    assert [m is None for m in b.media] == [True, True, False, False]
+    assert (Policy(net, device="cpu").logprobs(b) - b.rollout_logprobs)[b.mask].abs().max() < 1e-5
+    text, seen = (Prompts(rows, reader).take(1) for rows in ([dict(prompt="hi")], [dict(tiny.row(kind, 0))]))
+    both = Batch.cat([text, seen])
+    assert both.media[0] is None and both.media[1] is seen.media[0]
+    assert rollout.sampler.window == 2048
+
+
+def test_what_is_sent_is_not_believed():
+    "A client's checksum of another's picture would put its features in the place of that one's."
+    one, two = (Prompts([tiny.row("llava", i)], tiny.processor("llava")).take(1).media for i in (0, 1))
+    forged = media_to_json(one, files=False)
+    forged[0]["sources"][0]["checksum"] = two[0].sources[0].checksum
+    assert media_from_json(forged, files=False)[0].digest == one[0].digest
+
+
+def test_audio_longer_than_the_model_hears_is_refused():
+    with pytest.raises(ValueError, match=r"has 10\.0 s, and Qwen2AudioProcessor reads 4; cut it into such pieces"):
+        Prompts([dict(prompt=[dict(role="user", content=[dict(type="audio", audio=np.zeros(160_000, np.float32))])])],
+                tiny.processor("qwen2_audio"))

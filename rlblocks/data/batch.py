@@ -6,7 +6,7 @@
 __all__ = ['Whole', 'Batch', 'pairs']
 
 # %% ../../nbs/data/00_batch.ipynb #e52973b9
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..arithmetic.passes import sent
 from .columns import HasColumns, check_meaning, join, kind_of, kinds_of, listed, shape_of, tokens_first
-from .media import SpareRow, spare_rows
+from .media import TYPE_IDS, SpareRow, spare_rows
 from .cuts import cut, lightest, minibatches, parts
 from .packing import rows_by
 
@@ -166,6 +166,14 @@ def chosen_rows(batch:"Batch", key:Any)->Tensor: # row numbers
                          "unit, or .drop('unit') first")
     return rows
 
+def with_media(batch:"Batch", others:Sequence["Batch"])->"Batch":
+    "The same rows with the columns of media that others have: of text alone they are empty."
+    columns = dict(batch.columns)
+    if "media" not in columns: columns["media"] = [None]*len(batch)
+    for k in TYPE_IDS:
+        if k not in columns and any(k in b for b in others): columns[k] = torch.zeros_like(batch.tokens)
+    return batch if len(columns) == len(batch.columns) else batch.with_columns(columns)
+
 def cat(batches:Iterable["Batch"])->"Batch": # a new whole
     """Rows of several batches with the same columns; per-token columns pad with False or 0 to the longest.
 
@@ -176,6 +184,7 @@ def cat(batches:Iterable["Batch"])->"Batch": # a new whole
             raise TypeError(f"Batch.cat: there is a {type(b).__name__} among what shall be joined; batches are wanted")
     batches = [b for b in batches if not b.filler] or batches
     if not batches: raise ValueError("Batch.cat: nothing to join")
+    if any("media" in b for b in batches): batches = [with_media(b, batches) for b in batches]
     first, T = batches[0], max(b.width or 0 for b in batches)
     for b in batches[1:]:
         if odd := (b.columns.keys() ^ first.columns.keys()) or (b.per_row ^ first.per_row):

@@ -11,6 +11,7 @@ import copy
 import hashlib
 import io
 import math
+import os
 import re
 import threading
 import zipfile
@@ -25,7 +26,7 @@ from weakref import WeakValueDictionary
 from urllib.parse import unquote, urlparse
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .columns import pad
 
@@ -87,7 +88,8 @@ class Source:
         "Return what was saved."
         x = state["data"]
         if isinstance(x, Tensor): x = bytes(x.numpy()) if x.dtype == torch.uint8 and x.dim() == 1 else x.numpy()
-        return cls(state["kind"], x, state["checksum"], state["member"], tuple((k, v) for k, v in state["options"]))
+        checksum = state["checksum"] if isinstance(x, str) else digest_of(x)      # whoever sent it may say anything
+        return cls(state["kind"], x, checksum, state["member"], tuple((k, v) for k, v in state["options"]))
 
     @property
     def name(self)->str:
@@ -134,11 +136,41 @@ def sizes_in(options:Mapping)->dict[str, Any]:
     "Return the options that choose a size."
     return {k: x for k, x in options.items() if k in SIZES}
 
+def upright(picture:Any)->Any:
+    "Return a PIL image in RGB, turned as its EXIF data say; 16 bits become 8."
+    from PIL import Image, ImageOps
+    picture = ImageOps.exif_transpose(picture)
+    if picture.mode.startswith("I"):
+        import numpy as np
+        picture = Image.fromarray(pixels(np.asarray(picture).astype(np.uint16)))
+    return picture.convert("RGB")
+
+def pixels(x:Any)->Any:
+    "Return an array of an image or a video in uint8: floats in [0, 1] or [0, 255]. TypeError for other numbers."
+    import numpy as np
+    if x.dtype == np.uint8: return x.copy()       # whoever gave it may write into it
+    if x.dtype == np.uint16: return (x >> 8).astype(np.uint8)
+    low, high = (float(x.min()), float(x.max())) if x.size else (0., 0.)
+    if not (low >= 0 and high <= 255):
+        raise TypeError(f"an image or video has numbers from {low:g} to {high:g}; 0 to 255, or 0 to 1 in floats, are "
+                        "wanted: no normalised pixels")
+    return (x*(255 if high <= 1 and x.dtype.kind == "f" else 1)).round().astype(np.uint8)
+
+def samples_of(x:Any)->Any:
+    "Return audio `[n]` in float32 of an array `[n]`, or `[n, channels]`; whole numbers are scaled by their type."
+    import numpy as np
+    if x.ndim == 2: return samples_of(x[:, 0]) if x.shape[1] == 1 else np.stack(
+        [samples_of(c) for c in (x.T if x.shape[1] < x.shape[0] else x)]).mean(0)
+    if x.dtype.kind == "u": x = (x.astype(np.float32) - (half := (np.iinfo(x.dtype).max + 1)/2))/half
+    elif x.dtype.kind == "i": x = x.astype(np.float32)/np.iinfo(x.dtype).max
+    if not np.isfinite(x).all(): raise TypeError("the audio has numbers that are not finite")
+    return np.array(x, np.float32)
+
 def _image(x, options, _, patch_size)->Any:
     from PIL import Image
     found = Image.open(io.BytesIO(x))
     found.load()
-    found = found.convert("RGB")
+    found = upright(found)
     if not (sizes := sizes_in(options)): return found
     return qwen_vl_utils().fetch_image(dict(image=found, **sizes), image_patch_size=patch_size)
 
@@ -173,7 +205,7 @@ def frame_numbers(
     max_frames:int=MAX_FRAMES,
     video_start:float=0., # seconds
     video_end:float|None=None,
-)->list[int]: # an even number of them, as models merge two at a time, unless the file has only one
+)->list[int]: # an even number of them, as models merge two at a time; the one of a file that has no other twice
     "Choose frames of a video, spread evenly. ValueError where the times hold none."
     first = min(math.ceil(video_start*rate), total)
     last = total - 1 if video_end is None else min(math.floor(video_end*rate), total - 1)
@@ -181,7 +213,7 @@ def frame_numbers(
     if n < 1: raise ValueError(f"no frame between {video_start} s and {video_end} s of {total/rate:.1f} s")
     wanted = round(n/rate*fps) if nframes is None else nframes
     wanted = min(max(wanted, min_frames), max_frames, n) if nframes is None else min(wanted, n)
-    wanted = max(wanted - wanted % 2, min(2, n))
+    wanted = max(wanted - wanted % 2, 2)
     return torch.linspace(first, last, wanted).round().long().tolist()
 
 def _video(x, options, _, patch_size):
@@ -198,6 +230,7 @@ def _video(x, options, _, patch_size):
 def _array_frames(x, options)->tuple[Any, dict[str, Any]]:
     "Frames that came as an array are all taken; `fps` says how many a second they are."
     rate = float(options.get("fps", FPS))
+    if len(x) == 1: x = x.repeat(2, 0)
     return x, dict(fps=rate, frames_indices=list(range(len(x))), total_num_frames=len(x), duration=len(x)/rate)
 
 def _frames(x, options)->tuple[Any, dict[str, Any]]:
@@ -255,11 +288,13 @@ def _decoded(kind, text):
     except ValueError as e: raise OSError(f"the {kind} {text[:20]!r}… is no base64: {e}") from e
 
 def _from_file(kind, path, member=""):
+    path = os.path.abspath(path)       # processes elsewhere may have another folder
     return Source(kind, path, digest_of(read_file(path, member)), member)
 
 def _from_text(kind, text):
     "A path, a URL of a file, of a member of a zip (zip://member::path), of the network, or base64."
     if text.startswith("data:"): return source_of(kind, _decoded(kind, text.partition(",")[2]))
+    if len(text) > 400 and re.fullmatch(r"[A-Za-z0-9+/\s]+=*\s*", text): return source_of(kind, _decoded(kind, text))
     if text.startswith("zip://"):
         member, _, path = text.removeprefix("zip://").partition("::")
         return _from_file(kind, path, member)
@@ -272,7 +307,7 @@ def _from_text(kind, text):
 def _from_picture(picture):
     "Pixels of a PIL image as PNG, which loses nothing."
     out = io.BytesIO()
-    picture.convert("RGB").save(out, "PNG")
+    upright(picture).save(out, "PNG")
     return source_of("image", out.getvalue())
 
 def _from_array(kind, given):
@@ -280,15 +315,18 @@ def _from_array(kind, given):
     if kind == "video" and isinstance(given, (list, tuple)): given = np.stack([np.asarray(x) for x in given])
     try: x = np.asarray(given)
     except Exception: x = np.empty(0, dtype=object)
-    axes = dict(image=(2, 3), video=(4,), audio=(1,))[kind]
+    axes = dict(image=(2, 3), video=(4,), audio=(1, 2))[kind]
     if x.dtype == object or x.ndim not in axes:
         raise TypeError(f"the {kind} is a {type(given).__name__}; a path, bytes, a PIL image or an array with "
                         f"{' or '.join(map(str, axes))} axes is wanted (a column of `datasets`: cast "
                         "it with decode=False)")
-    if kind == "audio": x = np.ascontiguousarray(x, np.float32)
+    x = samples_of(x) if kind == "audio" else pixels(x)
     if kind != "image": return Source(kind, x, digest_of(x))
+    if x.ndim == 3 and x.shape[2] not in (1, 3, 4): x = x.transpose(1, 2, 0)
+    if x.ndim == 3 and x.shape[2] not in (1, 3, 4):
+        raise TypeError(f"the image is an array {[*np.shape(given)]}; [H, W], [H, W, 3] or [3, H, W] is wanted")
     from PIL import Image
-    return _from_picture(Image.fromarray(x))
+    return _from_picture(Image.fromarray(x[..., 0] if x.ndim == 3 and x.shape[2] == 1 else x))
 
 # %% ../../nbs/data/15_media.ipynb #7a148bdd
 CACHE_BYTES = 1 << 30      # of features, in each process
@@ -331,7 +369,9 @@ class FeatureMaker:
 
     def __init__(self, processor:Any, *, whole:bool=False): # with its tokenizer, for one that cannot do without
         "Copy a processor of transformers."
-        self.processor = copy.copy(processor)
+        self.processor = copy.copy(processor)      # its parts too: whoever made it may set them anew
+        for name in ("image_processor", "video_processor", "feature_extractor", "audio_processor"):
+            if (part := getattr(processor, name, None)) is not None: setattr(self.processor, name, copy.deepcopy(part))
         if not whole:
             vars(self.processor).pop("tokenizer", None)
             self.processor.chat_template = None
@@ -375,13 +415,24 @@ def given_to(processor:Any, sources:Sequence[Source])->dict[str, Any]:
     "Return a processor's arguments for some sources."
     rate, patch_size = reading_of(processor)
     given:dict[str, Any] = {}
-    for s in sources: given.setdefault(WORDS[s.kind], []).append(s.open(rate, patch_size))
+    for s in sources:
+        opened = s.open(rate, patch_size)
+        if s.kind == "audio": check_length(processor, s, opened)
+        given.setdefault(WORDS[s.kind], []).append(opened)
     if "images" in given and "Gemma3" in type(processor).__name__: given["images"] = [given["images"]]   # of one row
     if "audio" in given and rate is not None: given["sampling_rate"] = rate
     if "videos" in given:       # frames are taken when the file is read
         frames, about = zip(*given["videos"], strict=True)
         given |= dict(videos=list(frames), video_metadata=list(about), do_sample_frames=False)
     return given
+
+def check_length(processor:Any, source:Source, samples:Any):
+    "Raise ValueError for audio of which a processor would read only the beginning."
+    ear = getattr(processor, "feature_extractor", None)
+    most, rate = getattr(ear, "n_samples", None), getattr(ear, "sampling_rate", None)
+    if most and rate and len(samples) > most:
+        raise ValueError(f"audio {source.name} has {len(samples)/rate:.1f} s, and {type(processor).__name__} reads "
+                         f"{most/rate:g}; cut it into such pieces")
 
 def reading_of(processor:Any)->tuple[int|None, int]:
     "Return a processor's sampling rate, and the size of its patches in pixels."
@@ -426,8 +477,7 @@ class Media:
 
     def without_placeholders(self, text:str)->str:
         "Return a text of the row, a prompt say, for another model: with no words that stand for media."
-        for word in self.maker.placeholders: text = text.replace(word, "")
-        return text
+        return without_words(text, self.maker.placeholders)
 
     @property
     def images(self)->list:
@@ -474,7 +524,11 @@ def joined(features:Iterable[Mapping[str, Tensor]])->dict[str, Tensor]:
     "Join features of several sources or rows along their first axis, by name."
     rows = list(features)
     names = dict.fromkeys(k for x in rows for k in x)
-    return {k: torch.cat([x[k] for x in rows if k in x]) for k in names}
+    def cat(xs):        # LLaVA-Next's pictures have unlike numbers of tiles
+        largest = [max(sizes) for sizes in zip(*(x.shape[1:] for x in xs), strict=True)]
+        grown = [[n for a, b in zip(largest[::-1], x.shape[:0:-1], strict=True) for n in (0, a - b)] for x in xs]
+        return torch.cat([nn.functional.pad(x, g) if any(g) else x for x, g in zip(xs, grown, strict=True)])
+    return {k: cat([x[k] for x in rows if k in x]) for k in names}
 
 def features_of(
     media:Sequence[Media|None], # of the rows of a micro-batch
@@ -483,6 +537,11 @@ def features_of(
     return joined([m.features() for m in media if m is not None])
 
 # %% ../../nbs/data/15_media.ipynb #f90f3bea
+def without_words(text:str, words:Iterable[str])->str:
+    "Return a text without some words: a policy may write out a placeholder."
+    for word in words: text = text.replace(word, "")
+    return text
+
 def states_of(media:Sequence[Media|None])->list[dict|None]: # the same dicts where rows share media or sources
     "Return the column of media for a save, as text, numbers and tensors."
     some = {id(m): m for m in media if m is not None}
@@ -553,7 +612,8 @@ def tokenizer_of(x:Any)->Any:
 
 def media_columns(row:Mapping)->list[str]:
     "Return the columns of a row that hold media."
-    return [k for k in row if k in COLUMNS and row[k] is not None and not (isinstance(row[k], list) and not row[k])]
+    return [k for k in row if k in COLUMNS and row[k] is not None
+            and not (isinstance(row[k], (list, tuple)) and not row[k])]
 
 def without_payload(
     messages:list, # of the chat format
@@ -561,9 +621,10 @@ def without_payload(
     "Separate messages from the media in their parts."
     found:list[tuple[str, Any]] = []
     def plain(part):
-        said = part.get("type") if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping): return part
+        said = part.get("type") or next((k for k in ("text", *KINDS, *(f"{k}_url" for k in KINDS)) if k in part), None)
         kind = next((k for k in KINDS if said in (k, f"{k}_url", f"input_{k}")), None)
-        if kind is None: return part
+        if kind is None: return part if "type" in part or said is None else dict(part, type=said)
         more = {k: x for k, x in part.items() if k != "type" and x is not None}
         inner = more.get(f"{kind}_url")      # {"image_url": {"url": …}}
         if inner is not None: more = dict(inner) if isinstance(inner, Mapping) else dict(url=inner)
@@ -574,6 +635,15 @@ def without_payload(
         return dict(m, content=[plain(p) for p in m["content"]]) if holds else m
     return [message(m) for m in messages], found
 
+def several(column:str, x:Any)->list:
+    "Return the media of a row's column: a list of them, or a single one."
+    if str(getattr(x, "dtype", "")) == "object": x = x.tolist()
+    if isinstance(x, tuple) and not (len(x) == 2 and all(isinstance(y, (str, Path)) for y in x)): x = list(x)
+    if not isinstance(x, list): return [x]
+    numbers = x and isinstance(x[0], (int, float))
+    frames = x and column == "video" and not isinstance(x[0], (str, bytes, Path, tuple, Mapping, Source))
+    return [x] if numbers or frames else x
+
 def sources_of(
     row:Mapping, # with columns of media
     parts:Sequence[tuple[str, Any]]=(), # of `without_payload`, in the order of the text
@@ -581,7 +651,7 @@ def sources_of(
 )->tuple[Source, ...]: # in the order of placeholders of each kind
     "Collect the media of a row. ValueError where parts and columns do not fit together."
     given:dict[str, list] = {k: [] for k in KINDS}
-    for name in media_columns(row): given[COLUMNS[name]] += row[name] if isinstance(row[name], list) else [row[name]]
+    for name in media_columns(row): given[COLUMNS[name]] += several(name, row[name])
     found = []
     for kind, inside in parts:
         if inside is None and not given[kind]:
@@ -623,22 +693,34 @@ class MediaReader:
     def media(self, row:Mapping)->Media|None:
         "Return a row's media, None where it has none. ValueError where there is no processor to read them."
         names = ("prompt", "messages", "completion") if {"prompt", "messages"} & {*row} else ("chosen",)
+        if names == ("chosen",) and isinstance(row.get("rejected"), list): self._check_alike(row)
         parts = [x for name in names if isinstance(row.get(name), list) for x in without_payload(row[name])[1]]
         if not parts and not media_columns(row): return None
         if self.maker is None:
             what = f"a part of type {parts[0][0]!r}" if parts else f"the column {media_columns(row)[0]!r}"
             raise ValueError(f"it has {what}, and {type(self.processor).__name__} reads text alone; give the processor "
                              f"in its place: {self.who}(rows, AutoProcessor.from_pretrained(…))")
-        return self.of_sources(sources_of(row, parts, self.maker.sampling_rate))
+        found = sources_of(row, parts, self.maker.sampling_rate)
+        made = self.of_sources(self.sources.setdefault((s.kind, s.digest), s) for s in found)
+        return self.media_of.setdefault(made.digest, made)
+
+    def _check_alike(self, row):
+        "Refuse a pair whose answers follow other media."
+        if self.maker is None: return
+        one, other = ([s.digest for s in sources_of({}, without_payload(row[k])[1], self.maker.sampling_rate)]
+                      for k in ("chosen", "rejected"))
+        if one != other:
+            raise ValueError("chosen and rejected have other media; a pair is two answers to one prompt, and both rows "
+                             "have its media")
 
     def of_sources(self, found:Iterable[Source])->Media:
         "Return media as this reader's processor reads them. ValueError for a reader of text alone."
         if self.maker is None:
             raise ValueError(f"{self.who}: {type(self.processor).__name__} reads text alone, and the rows have media; "
                              "give the processor in its place")
-        for s in found: self._try(s)
-        made = Media(tuple(self.sources.setdefault((s.kind, s.digest), s) for s in found), self.maker)
-        return self.media_of.setdefault(made.digest, made)
+        sources = tuple(found)
+        for s in sources: self._try(s)
+        return Media(sources, self.maker)
 
     def _try(self, source):
         "Keep the whole processor where it makes no features of a kind without its tokenizer (Qwen2.5-Omni)."
@@ -650,13 +732,25 @@ class MediaReader:
         texts:Sequence[str], # of one row, in order; together with one placeholder for each source
         media:Media|None,
     )->list[str]:
-        "Return the texts with as many placeholders as there are features."
-        if media is None: return list(texts)
+        "Return the texts with as many placeholders as there are features. ValueError for more or fewer than media."
         joined = BETWEEN.join(texts)
+        if self.maker is not None: self._check_placeholders(joined, media)
+        if media is None: return list(texts)
         if not {*media.kinds} <= self.tried: self._prove(joined, media)
         found = self._written(joined, media).split(BETWEEN)
         if len(found) != len(texts): raise ValueError(f"its text holds {BETWEEN!r}, which is kept for the reader")
         return found
+
+    def _check_placeholders(self, text, media):
+        for kind in KINDS:
+            word = (getattr(self.processor, "boi_token", None) if kind == "image" else None) or getattr(
+                self.processor, f"{kind}_token", None)
+            if not isinstance(word, str): continue
+            there, wanted = text.count(word), sum(s.kind == kind for s in media.sources) if media else 0
+            if there != wanted:
+                raise ValueError(f"its text has {there} {word!r}, which stand for {kind}, and it has {wanted} of "
+                                 "these; a message's parts, or the word in a text, say where each is, and nothing else "
+                                 "may be written so")
 
     def _written(self, text, media):
         "Return what the processor would tokenise."

@@ -146,8 +146,21 @@ def chat_text(messages:list, tokenizer, open_for_answer:bool)->str:
     if not getattr(tokenizer, "apply_chat_template", None):
         raise ValueError(f"chat messages need a tokenizer with a chat template, {type(tokenizer).__name__} has none; "
                          "pass template=, a function row -> str")
-    plain, _ = without_payload(messages)
-    return readable(tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=open_for_answer))
+    return readable(tokenizer.apply_chat_template(for_template(messages, tokenizer), tokenize=False,
+                                                  add_generation_prompt=open_for_answer))
+
+_TAKES_TEXT:dict[str, bool] = {}     # by template
+
+def for_template(messages:Sequence, tokenizer)->list:
+    "Messages as a chat template takes them: parts without their media; parts of text in a text's place (LLaVA's)."
+    template, (plain, _) = str(tokenizer.chat_template), without_payload(list(messages))
+    if template not in _TAKES_TEXT:
+        asked = [dict(role="user", content="ASKED")]
+        try: _TAKES_TEXT[template] = "ASKED" in tokenizer.apply_chat_template(asked, tokenize=False)
+        except Exception: _TAKES_TEXT[template] = True       # it wants other messages, and says so when it gets them
+    if _TAKES_TEXT[template]: return plain
+    return [dict(m, content=[dict(type="text", text=m["content"])]) if isinstance(m.get("content"), str) else m
+            for m in plain]
 
 # %% ../../nbs/data/01_prompts.ipynb #07633daa
 def prompt_ids(

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from .columns import check_tokenizer
-from .media import COLUMNS, Media, MediaReader, is_processor, tokenizer_of, without_payload
-from .prompts import encode, prompt_ids, readable
+from .media import COLUMNS, Media, MediaReader, is_processor, tokenizer_of
+from .prompts import encode, for_template, prompt_ids, readable
 
 # %% ../../nbs/data/04_renderers.ipynb #b896c6e6
 Message = Mapping[str, Any]         # {role, content, …}, as chat templates take them
@@ -133,8 +133,7 @@ class ChatRenderer:
 
     def text(self, messages:Sequence[Message], tools:list|None=None, open_for_answer:bool=False)->str:
         "What the template makes of messages."
-        plain, _ = without_payload(list(messages))
-        made = self.tokenizer.apply_chat_template(plain, tools=tools, tokenize=False,
+        made = self.tokenizer.apply_chat_template(for_template(messages, self.tokenizer), tools=tools, tokenize=False,
                                                   add_generation_prompt=open_for_answer, **self.options)
         return readable(made)
 

@@ -206,6 +206,9 @@ def run(
     RuntimeError when none arrives."""
     check_prompts(prompts)
     check_ready(at.rollout.sampler)
+    if any(prompts.columns.get("media") or ()):
+        raise ValueError("Endpoint.run: the prompts have media, and agents are asked and answered in text: their rows "
+                         "would be learned blind; an environment (`rollouts`) may show them")
     n, seconds = whole_number("Endpoint.run", "group_size", group_size), math.inf if deadline is None else deadline
     if not seconds > 0: raise ValueError(f"Endpoint.run: deadline={deadline!r}; seconds above 0 are wanted, or None")
     episodes = episodes_of(prompts, n)

@@ -14,7 +14,7 @@ import warnings
 from base64 import b64encode
 from collections.abc import Callable, Mapping, Sequence
 
-from ..data.media import Media
+from ..data.media import FeatureMaker, Media, is_processor, without_words
 from ..data.prompts import Prompts
 from .remote import Retries, http, post_with_retries
 from ..rollout.rollout import Rollout
@@ -29,7 +29,12 @@ def judge_rollout(
     tok, reader = rollout.tokenizer, rollout.processor
     if tok is None: raise ValueError("judge_rollout: the rollout has no tokenizer; Rollout(…, tokenizer=…)")
     chat = getattr(tok, "chat_template", None) or getattr(reader, "chat_template", None)
+    odd = FeatureMaker(reader).placeholders if is_processor(reader) else []
+    def plain(t):
+        if isinstance(t, str): return without_words(t, odd)
+        return [dict(p, text=without_words(p["text"], odd)) if p["type"] == "text" else p for p in t]
     def ask(texts):
+        texts = [plain(t) for t in texts]
         rows = [dict(prompt=[dict(role="user", content=t)] if chat else t) for t in texts]
         prompts = Prompts(rows, reader, shuffle=False).take(len(rows))
         return rollout.generate(prompts, temperature=0., max_tokens=max_tokens).completion

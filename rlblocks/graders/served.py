@@ -24,7 +24,7 @@ if TYPE_CHECKING: import fastapi
 
 from ..data.batch import Batch
 from ..data.columns import pad
-from ..data.media import MediaReader, media_from_json
+from ..data.media import MediaReader, media_from_json, without_words
 from .functions import error_text
 from .http_server import Served
 from ..models.scorer import Scorer
@@ -266,7 +266,8 @@ def scorer_reward(
                          "media is not cut: a placeholder without its feature would be left")
     def score(prompts, completions, media=None, **_):
         seen = [None if m is None else reader.of_sources(m.sources) for m in media or [None]*len(prompts)]
-        rows = [encoded(p + c, m) for p, c, m in zip(prompts, completions, seen, strict=True)]
+        odd = reader.maker.placeholders if reader.maker else []
+        rows = [encoded(p + without_words(c, odd), m) for p, c, m in zip(prompts, completions, seen, strict=True)]
         tokens, lengths = pad(rows)
         mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).index_fill(1, torch.tensor([0]), False)
         batch = Batch(tokens=tokens, lengths=lengths, mask=mask)

@@ -224,6 +224,9 @@ def check_drawn(
     "Raise ValueError for a row that goes on behind a sampled id that stands for a medium: it has no feature."
     drawn = (torch.isin(rows.tokens, torch.tensor(placeholders, dtype=torch.long)) & (rows.turn >= 0)).any(1).tolist()
     for i, (x, odd) in enumerate(zip(replies, drawn, strict=True)):
+        if x is not None and {*x.tolist()} & {*placeholders}:
+            raise ValueError(f"extend: the reply to row {i} has an id that stands for an image, video or audio track, "
+                             "and brings none; `rollouts` takes media of tools, and text may not be written so")
         if x is None or not odd: continue
         raise ValueError(f"extend: the policy ended row {i} with an id that stands for an image, video or audio track, "
                          "and nothing can come behind it; give it None: such a row has ended")

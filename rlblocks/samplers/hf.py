@@ -22,6 +22,7 @@ from ..data.media import tokenizer_of
 from ..engines.weights import BaseWeights, Manifest, Ticket, check_since, copy_weights, named_weights
 from ..models.forward import Forward
 from ..models.loading import load_module
+from ..models.multimodal import rows_window
 from ..models.probes import look_ahead, pack_by
 from ..models.routers import routing
 from .decoding import Decoder, RerunDecoder, Sampled, Tokenizer
@@ -155,7 +156,7 @@ class Hf:
         "Load or copy the model, and find out whether its cache is exact."
         self.device, self.max_rows, self.tokenizer = device, max_rows, tokenizer_of(tokenizer)
         self.module, self.vocabulary = sampling_module(model, device, dtype)
-        self.window:int|None = getattr(getattr(self.module, "config", None), "max_position_embeddings", None)
+        self.window = rows_window(getattr(self.module, "config", None))
         self.cached = cache_is_exact(self.module)      # on a GPU nobody has measured whether sharing pays
         if not self.cached:
             warn(f"Rollout: {type(self.module).__name__} is decoded without a key-value cache: its forward takes none, "
