@@ -288,8 +288,8 @@ def _decoded(kind, text):
     except ValueError as e: raise OSError(f"the {kind} {text[:20]!r}… is no base64: {e}") from e
 
 def _from_file(kind, path, member=""):
-    path = os.path.abspath(path)       # processes elsewhere may have another folder
-    return Source(kind, path, digest_of(read_file(path, member)), member)
+    whole = os.path.abspath(path)      # processes elsewhere may have another folder
+    return Source(kind, whole, digest_of(read_file(whole if member else path, member)), member)
 
 def _from_text(kind, text):
     "A path, a URL of a file, of a member of a zip (zip://member::path), of the network, or base64."

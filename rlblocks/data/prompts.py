@@ -153,10 +153,10 @@ _TAKES_TEXT:dict[str, bool] = {}     # by template
 
 def for_template(messages:Sequence, tokenizer)->list:
     "Messages as a chat template takes them: parts without their media; parts of text in a text's place (LLaVA's)."
-    template, (plain, _) = str(tokenizer.chat_template), without_payload(list(messages))
+    template, (plain, _) = str(getattr(tokenizer, "chat_template", "")), without_payload(list(messages))
     if template not in _TAKES_TEXT:
-        asked = [dict(role="user", content="ASKED")]
-        try: _TAKES_TEXT[template] = "ASKED" in tokenizer.apply_chat_template(asked, tokenize=False)
+        def shown(text): return tokenizer.apply_chat_template([dict(role="user", content=text)], tokenize=False)
+        try: _TAKES_TEXT[template] = shown("ASKED") != shown("OTHER")
         except Exception: _TAKES_TEXT[template] = True       # it wants other messages, and says so when it gets them
     if _TAKES_TEXT[template]: return plain
     return [dict(m, content=[dict(type="text", text=m["content"])]) if isinstance(m.get("content"), str) else m
