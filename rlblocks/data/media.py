@@ -69,10 +69,9 @@ class Source:
         patch_size:int=14,           # of the model, for options of sizes
     )->Any: # PIL image; samples `[n]`; frames `[T, H, W, 3]` and a dict {fps, frames_indices, total_num_frames, …}
         "Decode it. OSError where it cannot be read, ImportError with the extra that is wanted."
-        try: return DECODE[self.kind](self.content(), dict(self.options), sampling_rate, patch_size)
-        except (ImportError, OSError) as e:
-            if isinstance(e, ImportError) or "the file has changed" in str(e): raise
-            raise OSError(f"{self.kind} {self.name} cannot be read: {type(e).__name__}: {e}") from e
+        content = self.content()
+        try: return DECODE[self.kind](content, dict(self.options), sampling_rate, patch_size)
+        except ImportError: raise
         except Exception as e:
             raise OSError(f"{self.kind} {self.name} cannot be read: {type(e).__name__}: {e}") from e
 
