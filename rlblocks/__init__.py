@@ -88,6 +88,7 @@ try:
     )
     from rlblocks.data.preferences import Feedback, Preferences, as_feedback
     from rlblocks.data.demonstrations import Demonstrations
+    from rlblocks.data.files import hold_out, load_rows
     from rlblocks.data.media import Media
     from rlblocks.data.prompts import Prompts
     from rlblocks.data.ragged import Ragged, from_arrow, to_arrow
@@ -250,11 +251,12 @@ __all__ = [
     "geometric_mask", "geometric_mixture", "geometric_weights", "gigpo_advantages", "gmpo_loss", "gpg_advantages",
     "gppo_loss", "group_advantages", "group_pass_at_k_advantages", "grpo_loss", "gspo_loss", "gspo_token_loss",
     "gym_environment", "half_square", "here", "hierarchical_advantages", "high_entropy_mask", "hinge_loss",
-    "hl_gauss", "hps_loss", "icepop_weights", "implicit_process_rewards", "implicit_reward_loss", "ipo_loss",
+    "hl_gauss", "hold_out", "hps_loss", "icepop_weights", "implicit_process_rewards", "implicit_reward_loss",
+    "ipo_loss",
     "iw_opd_weights", "joint_groups", "js_reward", "jsd", "jsd_loss", "json_reward", "judge_reward",
     "judge_rollout", "judge_url", "k3_mask", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped",
     "kto_kl", "kto_loss", "later", "ld_logprobs", "leave_one_out", "length_adaptive_lam", "length_reward", "linear",
-    "linear_logprobs", "linear_measured", "lite_ppo_advantages", "load_rollouts", "log_odds", "log_ratio",
+    "linear_logprobs", "linear_measured", "lite_ppo_advantages", "load_rollouts", "load_rows", "log_odds", "log_ratio",
     "loop_from", "luffy_loss", "luspo_loss", "m2po_mask", "masked_data", "masked_mean", "masked_std", "masked_sum",
     "math_reward", "maxrl_advantages", "mean_logprobs_only", "mean_of", "means_of", "merge", "micro_batch_count",
     "minillm_advantages", "mismatch_metrics", "mismatched", "mixed_environment", "mixed_groups", "moe_balance_loss",

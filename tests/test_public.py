@@ -78,6 +78,7 @@ def test_the_namespace_is_flat():
 INSIDE = dict(
     masked={"LOG_ZERO"}, columns={"HasColumns", "check_tokenizer", "listed", "whole_number", "widen"},
     renderers={"Message", "Parsed", "Rendered", "message_of", "next_ids"}, # of environments
+    formats={"FORMATS", "Format", "as_chat", "recognised", "standard"}, # `load_rows` applies them
     prompts={"encode", "prompt_ids", "render"}, demonstrations={"segments"},
     packing={"common_prefix"}, # `shared_prefix` unchecked
     ragged={"ragged"}, # would hide its module

@@ -1,0 +1,227 @@
+"""Files to rows: every format into its class, rows as they were written, errors with their line, mixtures, splits."""
+import bz2
+import gzip
+import json
+import lzma
+import random
+
+import pyarrow
+import pytest
+
+from rlblocks import Demonstrations, Feedback, Preferences, Prompts, hold_out, load_rows
+
+pytest.importorskip("datasets")
+ASK, ANSWER = [dict(role="user", content="1+1?")], [dict(role="assistant", content="2")]
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    "Caches of `datasets` and relative names are of the test."
+    import datasets
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path/"cache")
+    monkeypatch.chdir(tmp_path)
+
+
+def lines(name, *rows, end="\n"):
+    with open(name, "w", encoding="utf-8", newline="") as f:
+        f.write("".join((row if isinstance(row, str) else json.dumps(row)) + end for row in rows))
+    return name
+
+
+def test_rows_are_as_they_were_written():
+    "What the readers of `datasets` change: dates, numbers as text, mixed types, keys that only some dicts have, CSV."
+    call = dict(role="assistant", content=None, tool_calls=[dict(function=dict(name="f", arguments=dict(x=.1+.2)))])
+    rows = [dict(prompt=ASK, answer="2020-01-01", n=3, tags=["a"]), dict(prompt=ASK + [call], answer="42", n=3.5),
+            dict(prompt=ASK, answer=42, n=None, tags=[1, "b"]), dict(prompt=ASK, answer=dict(a=None, b=[{}]), n=4)]
+    got = list(load_rows(lines("a.jsonl", *rows)))
+    assert got == [dict.fromkeys(("prompt", "answer", "n", "tags")) | row for row in rows]
+    assert repr(got[2]["answer"]) == "42" and type(got[0]["n"]) is int and type(got[1]["answer"]) is str
+    lines("b.csv", "prompt,answer", "a,007", "b,", "NA,1e3", '"c, d","x\ny"')
+    assert load_rows("b.csv")[:] == dict(prompt=["a", "b", "NA", "c, d"], answer=["007", "", "1e3", "x\ny"])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.jsonl.bz2", "a.jsonl.xz", "a.jsonl.zst",
+                                  "a.csv", "a.tsv", "a.parquet", "a.arrow", "a.txt", "folder", "a*.jsonl", 
+                                  "whole.json"])
+def test_every_kind_of_file(name):
+    "The same rows, whatever holds them: Unicode, a line separator inside a text, a BOM, CRLF, blank lines."
+    import datasets
+    texts = ["größe \u2028 ok", "日本", "a\x85b"]
+    rows = [dict(text=t) for t in texts]
+    body = "\ufeff" + "\r\n\r\n".join(json.dumps(r, ensure_ascii=False) for r in rows) + "\r\n  \r\n"
+    match name.split(".")[-1]:
+        case "gz": gzip.open(name, "wb").write(body.encode())
+        case "bz2": bz2.open(name, "wb").write(body.encode())
+        case "xz": lzma.open(name, "wb").write(body.encode())
+        case "zst":
+            with pyarrow.CompressedOutputStream(name, "zstd") as f: f.write(body.encode())
+        case "parquet": datasets.Dataset.from_list(rows).to_parquet(name)
+        case "arrow":
+            datasets.Dataset.from_list(rows).save_to_disk("saved")
+            assert load_rows("saved")["text"][:] == texts
+            name = "saved/data-00000-of-00001.arrow"
+        case "json":
+            content = dict(version=1, data=rows) if name == "whole.json" else rows
+            with open(name, "w", encoding="utf-8") as f: json.dump(content, f, indent=1, ensure_ascii=False)
+        case "txt": open(name, "w", encoding="utf-8", newline="").write("\ufeff" + "\r\n\r\n".join(texts))
+        case "csv" | "tsv": open(name, "w", encoding="utf-8-sig", newline="").write("\r\n".join(["text", *texts]))
+        case "folder":
+            import os
+            os.makedirs("folder/deep")
+            for part, row in zip(["deep/train-0", "test", "train-1", "train-2"], [rows[0], dict(text="no"), *rows[1:]],
+                                 strict=True): lines(f"folder/{part}.jsonl", row)
+            assert load_rows("folder", split="test")["text"][:] == ["no"]
+            with pytest.raises(FileNotFoundError, match="no files of the split 'dev'; it has test, train"):
+                load_rows("folder", split="dev")
+        case _: open("a.jsonl", "w", encoding="utf-8", newline="").write(body)
+    assert load_rows(name)["text"][:] == texts
+
+
+def malformed(message, name, **more):
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as e: load_rows(name, **more)
+    assert "\n" not in str(e.value)
+
+
+def test_malformed_rows_say_where_and_what_to_do():
+    good = dict(prompt="a", completion="b")
+    for bad, message in [
+            ('{"prompt": "a" "completion": "b"}', r"no JSON: Expecting ',' delimiter at character 16, near"),
+            ('["a"]', r"\['a'\] is a list; an object is wanted"),
+            (dict(prompt="a"), "field 'completion' is absent, there are prompt"),
+            (dict(prompt=3, completion="b"), r"field 'prompt' is 3 \(int\); text is wanted; write it as \"3\""),
+            (dict(prompt=[], completion="b"), "a list of messages"),
+            (dict(prompt=[dict(role="user", text="a")], completion="b"), r"'prompt\[0\].content' is None"),
+            (dict(prompt="a", completion=None), "field 'completion' is None"),
+            ('{"prompt": "half \\ud83d", "completion": "b"}', "field 'prompt' .* lone surrogate")]:
+        lines("bad.jsonl", good, "", bad, good, bad)
+        malformed(f"load_rows: bad.jsonl, line 3: .*{message}", "bad.jsonl")
+        with pytest.warns(UserWarning, match=f"2 malformed rows are left out. The first: bad.jsonl, line 3: .*{message}"
+                          ):
+            assert len(load_rows("bad.jsonl", on_error="skip")) == 2
+    open("latin.jsonl", "wb").write(b'{"text": "a"}\n{"text": "gr\xf6\xdfe"}\n')
+    malformed("latin.jsonl, line 2: byte 12 is no UTF-8", "latin.jsonl")
+    lines("bad.csv", "prompt,completion", "a,b", "c,d,e")
+    malformed("bad.csv, line 3: 3 cells, the first line names 2 columns", "bad.csv")
+    open("bad.json", "w").write('[{"prompt": "a"},')
+    malformed("bad.json cannot be read: .*no JSON", "bad.json")
+    open("bad.parquet", "w").write("nothing")
+    malformed("bad.parquet cannot be read", "bad.parquet")
+    lines("big.jsonl", dict(prompt="a", answer=2**64))
+    malformed("18446744073709551616 is a number beyond 64 bits; write it as text", "big.jsonl")
+
+
+def test_names_that_lead_nowhere():
+    lines("train.jsonl", dict(text="a"))
+    lines("empty.jsonl"), lines("blank.csv"), lines("rows.foo", "a"), lines("odd.jsonl", dict(query="a", response="b"))
+    malformed("there is no trian.jsonl; is train.jsonl meant?", "trian.jsonl")
+    malformed("there is no folder none for none/a.jsonl", "none/a.jsonl")
+    malformed("no rows in empty.jsonl", "empty.jsonl")
+    malformed("no rows in blank.csv", "blank.csv")
+    malformed("`where` leaves none", "train.jsonl", where=lambda row: False)
+    malformed("rows.foo ends in .foo, which nobody reads; .jsonl, .*rename it", "rows.foo")
+    malformed("no file that can be read matches x", "x*.jsonl")
+    malformed("trian is no file here, and as a data set of the Hub: .*Is train.jsonl meant", "trian")
+    malformed(r"odd.jsonl, line 1: the columns query, response are of no format. columns={'query': 'prompt', "
+              r"'response': 'completion'} makes it prompt_completion", "odd.jsonl")
+    assert load_rows("odd.jsonl", columns=dict(query="prompt", response="completion"))[0] == dict(
+        prompt="a", completion="b")
+    malformed("columns= names 'qurey', there are query, response; is 'query' meant", "odd.jsonl",
+              columns=dict(qurey="prompt"))
+    malformed("format='promt' is none of .*is 'prompt' meant", "train.jsonl", format="promt")
+    malformed("the key 'wieght'; .*is 'weight' meant", [dict(path="train.jsonl", wieght=2)])
+
+
+def test_parquet_of_others():
+    "Arrow fills in None for the keys of other rows: none of it reaches a template or a reward."
+    import datasets
+    call = dict(role="assistant", content=None, tool_calls=[dict(type="function", function=dict(name="f"))])
+    rows = [dict(data_source="a", prompt=ASK, reward_model=dict(style="rule", ground_truth="2"), extra_info=dict(i=1)),
+            dict(data_source="b", prompt=ASK + [call], reward_model=dict(ground_truth="3"), extra_info=dict(j="x"))]
+    datasets.Dataset.from_list(rows).to_parquet("verl.parquet")
+    got = load_rows("verl.parquet")
+    assert [list(row["extra_info"]) for row in got] == [["i"], ["j"]] and got["ground_truth"][:] == ["2", "3"]
+    assert got[0]["prompt"] == ASK and got[1]["prompt"] == ASK + [call]
+    batch = Prompts(got.select([0]), Chat(), shuffle=False).take(1)
+    assert batch.ground_truth == ["2"] and batch.data_source == ["a"] and batch.prompt == ["user:1+1?■assistant:"]
+
+
+class Chat:
+    "A tokenizer of characters with a chat template."
+    bos_token_id, eos_token_id, eos_token = None, 1, "■"
+    def __call__(self, text): return [1 if c == "■" else ord(c) for c in text]
+    def apply_chat_template(self, messages, add_generation_prompt=False, tokenize=False, tools=None):
+        said = "".join(f"{m['role']}:{m['content']}■" for m in messages)
+        return (f"tools {json.dumps(tools)}■" if tools else "") + said + "assistant:"*add_generation_prompt
+
+
+def test_chat_and_system():
+    file = lines("a.jsonl", dict(question="1+1?", answer="2"))
+    rows = load_rows(file, chat=True, system="Short.")
+    assert rows[0] == dict(answer="2", prompt=[dict(role="system", content="Short.")] + ASK, completion=ANSWER)
+    batch = Demonstrations(rows, Chat()).take(1)
+    assert "".join(map(chr, batch.tokens[0][batch.mask[0]])) == "2\x01"
+    malformed("line 1: system= is a message, and this row is text; pass chat=True", file, system="Short.")
+
+
+def test_mixtures_have_their_shares_and_one_order():
+    lines("a.jsonl", *(dict(prompt=f"a{i}", answer=i) for i in range(100)))
+    lines("b.jsonl", *(dict(prompt=f"b{i}") for i in range(10)))
+    both = [dict(path="a.jsonl", weight=3), dict(path="b.jsonl", weight=1, epochs=2)]
+    one, two, other = (load_rows(both, seed=s) for s in (0, 0, 1))
+    assert one["prompt"][:] == two["prompt"][:] != other["prompt"][:]
+    assert len(one) == 80 and [p for p in one["prompt"] if p[0] == "a"] == [f"a{i}" for i in range(60)]
+    assert [p for p in one["prompt"] if p[0] == "b"] == [f"b{i}" for i in range(10)]*2
+    assert one[one["prompt"][:].index("b0")] == dict(prompt="b0", answer=None)
+    plain = load_rows(["a.jsonl", dict(path="b.jsonl", epochs=1.5, limit=4)])
+    assert plain["prompt"][-6:] == ["b0", "b1", "b2", "b3", "b0", "b1"] and len(plain) == 106
+    malformed("b.jsonl has no weight, others have", [dict(path="a.jsonl", weight=3), "b.jsonl"])
+    malformed("weight=0; a share above 0", [dict(path="a.jsonl", weight=0)])
+
+
+def test_filters_and_order():
+    file = lines("a.jsonl", *(dict(prompt=f"{i % 4}", id=i, level=-i) for i in range(8)))
+    assert load_rows(file, where=lambda r: r["id"] > 2, limit=3)["id"][:] == [3, 4, 5]
+    assert load_rows(file, order_by="level", limit=2)["id"][:] == [7, 6]
+    assert load_rows(file, order_by=lambda r: r["id"] % 3)["id"][:] == [0, 3, 6, 1, 4, 7, 2, 5]
+    with pytest.warns(UserWarning, match="4 of 8 rows came before"):
+        assert load_rows(file, dedup=True)["id"][:] == [0, 1, 2, 3]
+    easy_first = Prompts(load_rows(file, order_by="level"), Chat(), shuffle=False)
+    assert easy_first.take(6).id + easy_first.take(6).id == ([7, 6, 5, 4, 3, 2, 1, 0]*2)[:12]
+    malformed("order_by='levle', a row has .*is 'level' meant", file, order_by="levle")
+
+
+def test_held_out_prompts_are_on_one_side():
+    rows = [dict(prompt=f"p{i % 50}" if i % 3 else [dict(role="user", content=f"p{i % 50}")], id=i) for i in range(300)]
+    train, held = hold_out(rows, .2)
+    key = lambda r: r["prompt"] if isinstance(r["prompt"], str) else r["prompt"][0]["content"]
+    assert not {*map(key, train)} & {*map(key, held)} and len(held) == 60
+    assert train == [r for r in rows if r not in held]
+    shuffled = random.Random(0).sample(rows, 300)
+    assert {r["id"] for r in hold_out(shuffled, .2)[1]} == {r["id"] for r in held}  # by the prompt, not its place
+    assert {r["id"] for r in hold_out(rows, .2, seed=1)[1]} != {r["id"] for r in held}
+    assert len(hold_out(load_rows(rows), 12)[1]) == 12
+    with pytest.raises(ValueError, match="leaves one side empty"): hold_out(rows[:1], .5)
+    with pytest.raises(ValueError, match="a share between 0 and 1"): hold_out(rows, 1.5)
+
+
+REAL = dict(gsm8k=("gsm8k/train", Prompts, {}), stories=("stories/tinystories_train", Demonstrations, {}),
+            sft=("sft/sft_5k", Demonstrations, {}), hh=("preferences/hh_train", Preferences, {}),
+            binary=("kto/gsm8k_solutions_binary", Feedback, {}),
+            gsm8k_sft=("gsm8k/test", Demonstrations, dict(chat=True)),
+            steps=("prm/prm_train", Prompts, {}),
+            compared=("multiobjective/fine_grained_qa", Preferences, dict(format=lambda row: [
+                dict(prompt=row["prompt"], chosen=row["responses"][p["winner"]],
+                     rejected=row["responses"][p["a"] + p["b"] - p["winner"]])
+                for p in row["pair_preferences"] if p["winner"] is not None])))
+
+
+@pytest.mark.shared
+@pytest.mark.parametrize("name", REAL)
+def test_real_files_into_their_class(name, shared):
+    transformers = pytest.importorskip("transformers")
+    path, kind, more = REAL[name]
+    qwen = transformers.AutoTokenizer.from_pretrained(shared / "tokenizers/qwen2.5")
+    rows = load_rows(str(shared / f"{path}.jsonl.gz"), limit=300, **more)
+    data = kind(rows, qwen)
+    batch = data.take(4)
+    assert batch.mask.any() == (kind is not Prompts) and len(batch) == 4*kind.each
