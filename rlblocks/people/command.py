@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from .. import loops
-from .dry_run import memory_here, placed_by, plan_of
 from .flags import OWN, is_data, keywords, parse, unknown
 from .program import Program, program
 from .run import NoLoop, loop_named
@@ -118,6 +117,7 @@ def _plain_values(x):
 
 def dry_run(loop:Callable[..., Iterator[dict]], given:dict, title:str)->int: # exit code: 0 where it fits
     "Read the data, write the configuration, and say whether it fits."
+    from rlblocks.people.dry_run import memory_here, placed_by, plan_of      # a second that other commands do not need
     print(write_config(given, given["folder"]), end="")
     made = program(loop, given | dict(save=None, folder=None), title)
     placed = placed_by(made.start)

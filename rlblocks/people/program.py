@@ -99,8 +99,9 @@ def _tokenizer_line(wanted, args, use, setup, title):
     model = wanted.get("model")
     if isinstance(model, Mapping): model = model.get("name")
     if model is None: raise NoLoop(f"{title}: a tokenizer reads the data; give --model or --tokenizer")
-    use("rlblocks.models.loading", "load_tokenizer")
-    setup.append(f"tokenizer = load_tokenizer({str(model)!r})")
+    if str(model)[:1] in "/.~" and not Path(model).exists(): raise NoLoop(f"{title}: there is no folder {model}")
+    use("transformers", "AutoProcessor")
+    setup.append(f"tokenizer = AutoProcessor.from_pretrained({str(model)!r})")      # a tokenizer, where it reads text alone
 
 def _call(name, texts):
     one = f"{name}({', '.join(texts)})"
@@ -139,8 +140,8 @@ def _data_lines(name, names, words, wanted, use, title):
 def _function(name, place, use, setup, title):
     "The name of a function, whose import or maker is added: of a module, a reward model's folder, a server."
     if (Path(place)/"config.json").is_file():
-        use("rlblocks", "Scorer"), use("rlblocks", "scorer_reward"), use("rlblocks.models.loading", "load_tokenizer")
-        setup.append(f"{name} = scorer_reward(Scorer({place!r}, frozen=True), load_tokenizer({place!r}))")
+        use("rlblocks", "Scorer"), use("rlblocks", "scorer_reward"), use("transformers", "AutoProcessor")
+        setup.append(f"{name} = scorer_reward(Scorer({place!r}, frozen=True), AutoProcessor.from_pretrained({place!r}))")
         return name
     if place.startswith(("http://", "https://")):
         use("rlblocks", "RemoteReward"), use("os", "environ")
