@@ -139,7 +139,7 @@ def own_driver(folder, steps, ray, loop="grpo", seed=0):
 
 def the_command(folder, steps, ray, ranks=2):
     "The same loop by `rlblocks run`, which resumes twice."
-    flags = dict(pool="ray", ranks=ranks, restarts=2, folder=f"{folder}/run", every=2, rows=f"{folder}/rows.jsonl",
+    flags = dict(pool="ray", ranks=ranks, restarts=2, folder=f"{folder}/run", save_every=2, log=f"{folder}/rows.jsonl",
                  steps=steps) | {"ray.grace": 1, "ray.timeout": 120, "ray.name": "train", "cluster.ready": 60,
                                  "cluster.options": json.dumps(options(ray))}
     return [sys.executable, "-m", "rlblocks", "run", "ray_kills:tiny_grpo",

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NAMES', 'HELP', 'OTHERS', 'halves', 'pools_for', 'plain', 'show', 'Log', 'run_loop', 'write_config', 'dry_run',
-           'loop_of', 'command_line', 'ran']
+           'loop_of', 'command_line', 'ran', 'guarded']
 
 # %% ../../nbs/people/01_command.ipynb #94d1611e
 import importlib
@@ -187,7 +187,7 @@ def _dispatch(word, words):
         return getattr(importlib.import_module(module), name)(words) or 0
     if word == "once":
         end_with_parent()
-        return ended_by_itself(lambda: ran(*_meant(words), guarded=False))
+        return ended_by_itself(lambda: ran(*_meant(words), lines=False))
     place = loop_of(word)
     if word in ("", "-h", "--help") or word == "run" and (not words or words[0] in ("-h", "--help")):
         print(HELP)
@@ -200,7 +200,7 @@ def _dispatch(word, words):
     if given["show_code"]:
         print(program(loop, given, title), end="")
         return 0
-    if given["dry_run"]: return _guarded(lambda: dry_run(loop, given, title), title)
+    if given["dry_run"]: return guarded(lambda: dry_run(loop, given, title), title)
     if not given["restarts"]: return ran(loop, given, title)
     return supervise([sys.executable, "-m", "rlblocks", "once", *([word] if place else []), *words],
                      restarts=given["restarts"])
@@ -215,10 +215,10 @@ def ran(
     loop:Callable[..., Iterator[dict]],
     given:dict,  # the flags
     title:str,   # the command, for errors
-    guarded:bool=True, # what a user can mend is a line; False: all is a traceback
+    lines:bool=True, # what a user can mend is a line; False: all is a traceback
 )->int: # exit code
     "Run a loop to its end, or until a signal."
-    if given["folder"]: _guarded(lambda: write_config(given, given["folder"]) and 0, title)
+    if given["folder"]: guarded(lambda: write_config(given, given["folder"]) and 0, title)
     shown = []
     def work():
         for row in run_loop(loop, given, title): shown.append(row["step"])
@@ -226,7 +226,7 @@ def ran(
     def ended(number, frame): raise SystemExit(128 + number)
     in_main = threading.current_thread() is threading.main_thread()      # only there are handlers set
     before = signal.signal(signal.SIGTERM, ended) if in_main else None
-    try: return _guarded(work, title, shown) if guarded else work()
+    try: return guarded(work, title, shown) if lines else work()
     except (KeyboardInterrupt, SystemExit) as e:
         if isinstance(e, SystemExit) and e.code != 143: raise
         again = "; the same command resumes" if given["folder"] else "; with --folder it could be resumed"
@@ -235,7 +235,11 @@ def ran(
     finally:
         if in_main: signal.signal(signal.SIGTERM, before)
 
-def _guarded(work, title, shown=()):
+def guarded(
+    work:Callable[[], int], # gives an exit code
+    title:str, # the command
+    shown:Sequence=(), # steps that were shown
+)->int: # exit code
     "Do the work. What a user can mend is a line and 2: files and disks, and what was refused before the first step."
     try: return work()
     except NoLoop: raise

@@ -11,10 +11,11 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from .command import Log, dry_run, ran
+from .command import Log, dry_run, guarded, ran
 from .flags import merged, parse, read_config
 from .generate import generate
 from .program import program
@@ -65,7 +66,9 @@ def rlhf_command(
     if given["show_code"]:
         print("\n".join(str(program(*how)) for _, *how in stages), end="")
         return 0
-    if given["dry_run"]: return max(dry_run(loop, flags | dict(dry_run=given["dry_run"]), title) for _, loop, flags, title in stages)
+    if given["dry_run"]:
+        return max(guarded(partial(dry_run, loop, flags | dict(dry_run=given["dry_run"]), title), title)
+                   for _, loop, flags, title in stages)
     for name, loop, flags, title in stages:
         if done := _done_before(name, flags, title): print(f"{name}: done before, {done}"); continue
         print(f"== {name}", flush=True)
