@@ -3901,6 +3901,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'rlblocks.people.stages._given': ('people/stages.html#_given', 'rlblocks/people/stages.py'),
                                         'rlblocks.people.stages._parser': ('people/stages.html#_parser', 'rlblocks/people/stages.py'),
                                         'rlblocks.people.stages._report': ('people/stages.html#_report', 'rlblocks/people/stages.py'),
+                                        'rlblocks.people.stages._run': ('people/stages.html#_run', 'rlblocks/people/stages.py'),
                                         'rlblocks.people.stages._settings': ('people/stages.html#_settings', 'rlblocks/people/stages.py'),
                                         'rlblocks.people.stages._stage': ('people/stages.html#_stage', 'rlblocks/people/stages.py'),
                                         'rlblocks.people.stages.report_text': ( 'people/stages.html#report_text',

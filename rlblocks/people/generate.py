@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..data.prompts import Prompts
+from ..engines.process_group import world
 from ..graders.graders import Grader, best_rows
 from ..rollout.rollout import Rollout
 
@@ -44,7 +45,8 @@ def generate(
         if grader: batch["scores"] = grader.score(batch)
         kept = batch[best_rows(batch.scores, batch.group)] if best else batch
         lines = answers(kept, 1 if best else n)
-        with file.open("a", encoding="utf-8") as f: f.writelines(json.dumps(x, ensure_ascii=False) + "\n" for x in lines)
+        if world()[0] == 0:      # under torchrun all ranks come by here
+            with file.open("a", encoding="utf-8") as f: f.writelines(json.dumps(x, ensure_ascii=False) + "\n" for x in lines)
         yield dict(step=step, prompts=data.taken, length=batch.mask.sum(1).float().mean().item(),
                    **dict(reward=batch.scores.nanmean().item()) if grader else {},
                    **dict(best=kept.scores.mean().item()) if best else {})

@@ -11,6 +11,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +21,7 @@ from .flags import merged, parse, read_config
 from .generate import generate
 from .program import program
 from .run import NoLoop
+from ..placement.spmd import SpmdPool
 
 # %% ../../nbs/people/08_stages.ipynb #51567f97
 STAGES = ("sft", "reward_model", "rlhf")
@@ -69,9 +71,14 @@ def rlhf_command(
     if given["dry_run"]:
         return max(guarded(partial(dry_run, loop, flags | dict(dry_run=given["dry_run"]), title), title)
                    for _, loop, flags, title in stages)
+    # torchrun's ranks meet once: the pools of the stages are made within the world of this one
+    with SpmdPool() if given["pool"] == "spmd" else nullcontext(): return _run(given, stages)
+
+def _run(given, stages):
+    first = os.environ.get("RANK", "0") == "0"
     for name, loop, flags, title in stages:
-        if done := _done_before(name, flags, title): print(f"{name}: done before, {done}"); continue
-        print(f"== {name}", flush=True)
+        if done := _done_before(name, flags, title): print(f"{name}: done before, {done}"*first, end="\n"*first); continue
+        print(f"== {name}"*first, end="\n"*first, flush=True)
         start = time.monotonic()
         if code := ran(loop, flags, title): return code
         _report(flags, time.monotonic() - start)
