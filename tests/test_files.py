@@ -225,3 +225,20 @@ def test_real_files_into_their_class(name, shared):
     data = kind(rows, qwen)
     batch = data.take(4)
     assert batch.mask.any() == (kind is not Prompts) and len(batch) == 4*kind.each
+
+
+def test_plain_lines_read_by_arrow_are_the_rows(monkeypatch):
+    "The quick way gives what the slow one gives, and leaves to it what it cannot."
+    from rlblocks.data import files
+    taken, plain = [], files.plain_table
+    monkeypatch.setattr(files, "plain_table", lambda *a: taken.append(plain(*a)) or taken[-1])
+    rows = [dict(prompt="2020-01-01", n=2**62, ok=True), dict(prompt="ü \u2028 😀", n=None, x="late")]
+    for made, quick in ((rows[:1]*3, True), (rows, True), (rows[:1]*200 + rows[1:] + [dict(prompt="a", new=1)], False),
+                        (rows[:1]*200 + [dict(prompt="a", n=1.5)], False), ([dict(prompt="a", n=[])], False)):
+        got = list(load_rows(lines("a.jsonl", *made, end="\r\n\r\n")))
+        names = dict.fromkeys(k for row in made for k in row)
+        assert (taken[-1] is not None) == quick and got == [dict.fromkeys(names) | row for row in made]
+    for bad in (dict(prompt=""), dict(n=3), dict(prompt=3)):
+        malformed("a.jsonl, line 201: field 'prompt'", lines("a.jsonl", *rows[:1]*200, bad))
+    assert load_rows(lines("a.jsonl", dict(q="a", i=1)), columns=dict(q="prompt", i=None))[0] == dict(prompt="a")
+    assert taken[-1] is not None

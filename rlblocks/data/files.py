@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .columns import listed, whole_number
-from .formats import as_chat, recognised, standard, without_none, wrong
+from .formats import FORMATS, as_chat, recognised, standard, without_none, wrong
 
 # %% ../../nbs/data/17_files.ipynb #1860539b
 # how the name of a file ends, and who reads it
@@ -348,6 +348,36 @@ def as_dataset(rows:Iterable[dict], size:int=10_000)->Any: # datasets.Dataset
     return need_datasets().Dataset(pa.concat_tables(tables, promote_options="default").combine_chunks()
                                    if len(tables) > 1 else tables[0])
 
+# %% ../../nbs/data/17_files.ipynb #abe330b0
+def plain_table(source:Source, pieces:Sequence)->Any: # pyarrow.Table, or None
+    "Read lines of texts, whole numbers and booleans that are standard rows as they stand; None for anything else."
+    import pyarrow as pa
+    import pyarrow.json
+    busy = (source.where, source.chat, source.system, source.limit, source.dedup, source.order_by)
+    if any(x is not None and x is not False for x in busy) or source.epochs != 1: return None
+    if source.format not in ("prompt", "prompt_completion", "text"): return None
+    if not all(isinstance(p, Path) and kind_of_file(p) == "lines" for p in pieces): return None
+    head = [row for _, row in islice(json_lines(pieces[0]), 100)]
+    if not all(isinstance(row, dict) for row in head): return None
+    kinds = {k: {type(row[k]) for row in head if row.get(k) is not None} for row in head for k in row}
+    known = {str: pa.string(), int: pa.int64(), bool: pa.bool_()}
+    if not all(len(x) == 1 and x <= known.keys() for x in kinds.values()): return None
+    how = pyarrow.json.ParseOptions(explicit_schema=pa.schema([(k, known[x.pop()]) for k, x in kinds.items()]),
+                                    unexpected_field_behavior="error")
+    try:
+        tables = []
+        for p in pieces:
+            with opened(p) as f:
+                tables.append(pyarrow.json.read_json(f, pyarrow.json.ReadOptions(block_size=1 << 24), how))
+        table = pa.concat_tables(tables)
+        table.validate(full=True)       # UTF-8
+        new = renamed({k: k for k in table.column_names}, source.columns or {})
+    except (pa.ArrowInvalid, ValueError): return None
+    table = table.select(list(new.values())).rename_columns(list(new))
+    texts = [table[k] for k in FORMATS[source.format].needs]
+    if any(x.type != pa.string() or x.null_count for x in texts): return None
+    return None if "prompt" in new and pa.compute.equal(table["prompt"], "").to_pylist().count(True) else table
+
 # %% ../../nbs/data/17_files.ipynb #61dc41a9
 def listed_sources(source)->list[dict]:
     "Return a dict of keywords for each source."
@@ -453,6 +483,8 @@ def load_rows(
         s.recognise(pieces)
         readers.append(limited(s, pieces))
     alone = len(sources) == 1 and sources[0].epochs == 1
+    if alone and limit is None and not dedup and order_by is None:
+        if table := plain_table(sources[0], pieces): return need_datasets().Dataset(table)
     rows = readers[0] if alone else mixture([list(r) for r in readers], sources, seed)
     if dedup: rows = distinct(rows)
     if order_by is not None: rows = ordered(rows, order_by)
