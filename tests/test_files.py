@@ -4,11 +4,13 @@ import gzip
 import json
 import lzma
 import random
+import subprocess
+import sys
 
 import pyarrow
 import pytest
 
-from rlblocks import Demonstrations, Feedback, Preferences, Prompts, hold_out, load_rows
+from rlblocks import Demonstrations, Feedback, Preferences, Prompts, Stream, hold_out, load_rows
 
 pytest.importorskip("datasets")
 ASK, ANSWER = [dict(role="user", content="1+1?")], [dict(role="assistant", content="2")]
@@ -242,3 +244,106 @@ def test_plain_lines_read_by_arrow_are_the_rows(monkeypatch):
         malformed("a.jsonl, line 201: field 'prompt'", lines("a.jsonl", *rows[:1]*200, bad))
     assert load_rows(lines("a.jsonl", dict(q="a", i=1)), columns=dict(q="prompt", i=None))[0] == dict(prompt="a")
     assert taken[-1] is not None
+
+
+def stream(source="a.jsonl", kind=Prompts, window=32, **more):
+    return Stream(load_rows(source, streaming=True, **more), lambda rows: kind(rows, Chat(), seed=3), window=window)
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    "A file of a hundred rows in eleven parts, as 16 MB are one of a large file."
+    from rlblocks.data import files
+    monkeypatch.setattr(files, "PART", 300)
+    return lines("a.jsonl", *(dict(prompt=f"p{i}", i=i, m=[dict(a=i)] if i % 2 else None) for i in range(100)))
+
+
+def test_a_stream_that_is_stopped_goes_on_with_the_same_rows(parts):
+    whole = stream()
+    drawn = [whole.take(7) for _ in range(40)]      # windows of 32: batches straddle them, and epochs
+    prompts = [p for b in drawn for p in b.prompt]
+    assert sorted(prompts[:100]) == sorted(prompts[100:200]) == sorted(f"p{i}" for i in range(100))
+    assert prompts[:32] != prompts[100:132] != [f"p{i}" for i in range(32)]
+    for stop in (0, 1, 4, 5, 14, 20, 39):
+        first, second = stream(), stream()
+        for _ in range(stop): first.take(7)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        rest = [second.take(7) for _ in range(40 - stop)]
+        assert [p for b in rest for p in b.prompt] == prompts[stop*7:]
+        assert [g for b in rest for g in b.group.tolist()] == list(range(stop*7, 280)) and second.taken == 280
+        assert all(b.m == [[dict(a=i)] if i % 2 else None for i in b.i] for b in rest)
+    with pytest.raises(ValueError, match="windows of 32 rows, this stream of 16"):
+        stream(window=16).load_state_dict(whole.state_dict())
+    lines("a.jsonl", *(dict(prompt=f"q{i}", i=i, m=None) for i in range(100)))
+    with pytest.raises(ValueError, match="fingerprint"): stream().load_state_dict(whole.state_dict())
+
+
+def test_a_resumed_stream_does_not_read_again_what_came_before(parts, monkeypatch):
+    import datasets
+    from rlblocks.data import files
+    first = stream(window=10)
+    for _ in range(8): first.take(10)
+    read, parsed = [], files.parsed
+    monkeypatch.setattr(files, "parsed", lambda line: read.append(line) or parsed(line))
+    rows = load_rows("a.jsonl", streaming=True)
+    rows.load_state_dict(first.state_dict()["start"])
+    read.clear()
+    assert [r["i"] for r in rows] == list(range(70, 100)) and len(read) < 40
+    datasets.Dataset.from_list([dict(prompt=f"p{i}", m=[dict(a=i) if i % 2 else dict(b=i)]) for i in range(100)]
+                               ).to_parquet("p.parquet", batch_size=10)
+    whole, half = stream("p.parquet", window=20), stream("p.parquet", window=20)
+    assert load_rows("p.parquet", streaming=True).num_shards == 10
+    drawn = whole.take(50), whole.take(30)
+    half.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    assert half.take(40).prompt == whole.take(40).prompt
+    assert {len(m[0]) for m in drawn[0].m} == {1}
+
+
+def test_streams_are_converted_mixed_and_named_by_line(parts):
+    lines("pairs.jsonl", *(dict(prompt="a", chosen=f"b{i}", rejected="c") for i in range(50)))
+    assert stream("pairs.jsonl", Preferences).take(40).unit.tolist() == [i for i in range(40) for _ in range(2)]
+    mixed = [r["prompt"][0] for r in load_rows([dict(path="a.jsonl", weight=1), dict(path="pairs.jsonl", weight=1,
+             format="prompt", epochs=9)], streaming=True, limit=100)]
+    assert len(mixed) == 100 and 30 < mixed.count("a") < 70
+    both = load_rows(["a.jsonl", dict(path="a.jsonl", limit=5, epochs=2)], streaming=True, where=lambda r: r["i"] > 2)
+    assert [r["i"] for r in both] == [*range(3, 100)] + [*range(3, 8)]*2
+    train, held = hold_out(load_rows("a.jsonl", streaming=True), .2)
+    assert not {r["i"] for r in train} & {r["i"] for r in held} and 10 < len(list(held)) < 30
+    with open("a.jsonl", "a") as f: f.write('{"prompt": 3}\n{"prompt": "last"}\n')
+    with pytest.raises(ValueError, match="a.jsonl, line 101: field 'prompt' is 3"):
+        list(load_rows("a.jsonl", streaming=True))
+    with pytest.warns(UserWarning, match="1 malformed rows .* line 101"):
+        assert len(list(load_rows("a.jsonl", streaming=True, on_error="skip"))) == 101
+    with pytest.raises(ValueError, match="dedup and order_by need all rows"):
+        load_rows("a.jsonl", streaming=True, dedup=True)
+    with pytest.raises(TypeError, match=r"rows is a IterableDataset.*Stream\(rows, lambda rows: Prompts"):
+        Prompts(load_rows("a.jsonl", streaming=True), Chat())
+    with pytest.raises(TypeError, match="Stream: rows is a list"): Stream([dict(prompt="a")], Prompts)
+
+
+ENCODE = """
+import sys, time
+from rlblocks.data.prompts import Prompts
+from tokenizers import Tokenizer, models, pre_tokenizers
+class Slow:
+    "A fast tokenizer that takes its time and counts."
+    bos_token_id = eos_token_id = None
+    def __init__(self):
+        self.backend_tokenizer, self.calls = Tokenizer(models.WordLevel({"a": 1, "<unk>": 0}, "<unk>")), 0
+        self.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    def __call__(self, texts, add_special_tokens=True):
+        self.calls += 1
+        time.sleep(.3)
+        return dict(input_ids=[e.ids for e in self.backend_tokenizer.encode_batch(texts)])
+t = Slow()
+data = Prompts(["a b a"]*7, t, batch_size=2, cache=sys.argv[1])
+print(t.calls, data.fingerprint)
+"""
+
+
+def test_of_processes_that_arrive_together_one_tokenises(root, tmp_path):
+    pytest.importorskip("tokenizers")
+    def start(): return subprocess.Popen([sys.executable, "-c", ENCODE, str(tmp_path/"ids")], cwd=root,
+                                         stdout=subprocess.PIPE, text=True)
+    made = [p.communicate()[0].split() for p in [start() for _ in range(3)]] + [start().communicate()[0].split()]
+    assert sorted(calls for calls, _ in made) == ["0", "0", "0", "4"] and len({x for _, x in made}) == 1
