@@ -635,6 +635,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'rlblocks.data.files.load_rows': ('data/files.html#load_rows', 'rlblocks/data/files.py'),
                                      'rlblocks.data.files.mixture': ('data/files.html#mixture', 'rlblocks/data/files.py'),
                                      'rlblocks.data.files.need_datasets': ('data/files.html#need_datasets', 'rlblocks/data/files.py'),
+                                     'rlblocks.data.files.numbered': ('data/files.html#numbered', 'rlblocks/data/files.py'),
                                      'rlblocks.data.files.of_datasets': ('data/files.html#of_datasets', 'rlblocks/data/files.py'),
                                      'rlblocks.data.files.opened': ('data/files.html#opened', 'rlblocks/data/files.py'),
                                      'rlblocks.data.files.ordered': ('data/files.html#ordered', 'rlblocks/data/files.py'),

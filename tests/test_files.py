@@ -347,3 +347,51 @@ def test_of_processes_that_arrive_together_one_tokenises(root, tmp_path):
                                          stdout=subprocess.PIPE, text=True)
     made = [p.communicate()[0].split() for p in [start() for _ in range(3)]] + [start().communicate()[0].split()]
     assert sorted(calls for calls, _ in made) == ["0", "0", "0", "4"] and len({x for _, x in made}) == 1
+
+
+class Seen(Chat):
+    "Keeps what its template was given."
+    def __init__(self): self.seen = []
+    def apply_chat_template(self, messages, **kw):
+        self.seen.append(json.dumps([messages, kw.get("tools")]))
+        return super().apply_chat_template(messages, **kw)
+
+
+def test_tools_and_messages_reach_the_template_as_written():
+    "Also from a Dataset made elsewhere, in which Arrow gave every message the keys of all."
+    import datasets
+    call = dict(role="assistant", content="", tool_calls=[dict(function=dict(name="add", arguments=dict(a=1)))])
+    tool = dict(type="function", function=dict(name="add", parameters=dict(properties=dict(a=dict(type="number")))))
+    rows = [dict(messages=ASK + [call], tools=[tool]), dict(messages=ASK + ANSWER, tools=None)]
+    for data in (load_rows(lines("a.jsonl", *rows)), datasets.Dataset.from_list(rows)):
+        seen = Seen()
+        batch = Demonstrations(data, seen, shuffle=False).take(2)
+        asked = [json.loads(x) for x in seen.seen]
+        assert [ASK + [call], [tool]] in asked and [ASK + ANSWER, None] in asked and "null" not in seen.seen[-4]
+        starts = ["".join(map(chr, batch.tokens[i][:5])) for i in range(2)]
+        assert starts == ["tools", "user:"]
+    prompt = Prompts(load_rows([dict(prompt=ASK, tools=[tool])]), Chat()).take(1).prompt[0]
+    assert prompt.startswith("tools") and prompt.endswith("assistant:")
+
+
+def test_a_mixture_of_formats_is_one_data_set():
+    "What one source lacks is None in its rows, and no reason to read them as another format."
+    lines("m.jsonl", dict(messages=ASK + ANSWER)), lines("p.jsonl", dict(instruction="1+1?", output="2"))
+    lines("t.txt", "Once.")
+    for order in (["m.jsonl", "p.jsonl", "t.txt"], ["t.txt", "p.jsonl", "m.jsonl"]):
+        batch = Demonstrations(load_rows(order), Chat(), shuffle=False).take(3)
+        chosen = ["".join(map(chr, t[m])).strip("\x01") for t, m in zip(batch.tokens, batch.mask, strict=True)]
+        assert chosen == (["2", "2", "nce."] if order[0] == "m.jsonl" else ["nce.", "2", "2"])
+
+
+def test_without_datasets_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="pip install datasets"): load_rows([dict(prompt="a")])
+
+
+def test_longer_prompts_are_left_out_and_counted():
+    rows = [dict(prompt="a"*n, n=n) for n in (3, 9, 4)]
+    data = Prompts(rows, Chat(), max_tokens=4, drop_longer=True, shuffle=False)
+    assert data.take(2).n == [3, 4] and data.longer == 1 and "1 longer than 4 left out" in repr(data)
+    with pytest.raises(ValueError, match="all 3 prompts have more than 2"):
+        Prompts(rows, Chat(), max_tokens=2, drop_longer=True)

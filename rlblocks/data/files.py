@@ -496,6 +496,8 @@ def stream_of(pieces:list, source:Source, columns:tuple)->Iterator[dict]:
     report([source])
     source.bad = []
 
+def numbered(**given)->Iterator[tuple[int, dict]]: return enumerate(stream_of(**given))
+
 @dataclass
 class Converted:
     "Convert the rows of a stream of `datasets`, some at once."
@@ -510,6 +512,7 @@ class Converted:
 def streamed(sources, limit, dedup, order_by, seed)->Any: # datasets.IterableDataset
     "Return the sources as a stream, which knows its place. ValueError for what needs all rows first."
     datasets, found = need_datasets(), []
+    from datasets.iterable_dataset import ExamplesIterable
     for s in sources:
         if dedup or order_by is not None or s.dedup or s.order_by is not None:
             raise ValueError("load_rows: dedup and order_by need all rows, and a stream has one at a time; leave them "
@@ -522,8 +525,9 @@ def streamed(sources, limit, dedup, order_by, seed)->Any: # datasets.IterableDat
         if isinstance(parts[0], datasets.IterableDataset):      # of the Hub: it knows its place itself
             one = parts[0].map(Converted(s, tuple(head)), batched=True, remove_columns=parts[0].column_names)
         else:
-            one = datasets.IterableDataset.from_generator(stream_of, gen_kwargs=dict(
-                pieces=parts, source=s, columns=tuple(head)))
+            # `from_generator` would pickle all that the functions of the user hold, to name a cache that nobody reads
+            one = datasets.IterableDataset(ExamplesIterable(numbered, dict(
+                pieces=parts, source=s, columns=tuple(head))))
         if s.limit is not None: one = one.take(s.limit)
         found.append(one.repeat(int(s.epochs)) if s.epochs > 1 else one)
     shares = [s.weight for s in sources]

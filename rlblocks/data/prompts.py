@@ -234,7 +234,7 @@ def remedy(rows:Any)->str:
     ways = dict(DataFrame="rows.to_dict('records') of pandas, rows.to_dicts() of polars", Series="rows.tolist()",
                 Table="rows.to_pylist()", DatasetDict="one of its splits, rows['train']")
     way = next((way for kind, way in ways.items() if type(rows).__name__.endswith(kind)), None)
-    if type(rows).__name__ == "IterableDataset": way = "Stream(rows, lambda rows: Prompts(rows, tokenizer)), or its like"
+    if type(rows).__name__ == "IterableDataset": way = "Stream(rows, lambda rows: Prompts(rows, tokenizer)), or alike"
     elif way is None and not hasattr(rows, "__getitem__") and hasattr(rows, "__iter__"): way = "list(rows)"
     return f": {way}" if way else ""
 
@@ -439,7 +439,8 @@ class Prompts(Rows):
         reader = MediaReader("Prompts", tokenizer)
         def make(row):
             text = render(row, reader.tokenizer, template=template)
-            if reader.maker is None and isinstance(row.get("prompt"), str) and not COLUMNS.keys() & row.keys(): return text, text, None
+            if reader.maker is None and isinstance(row.get("prompt"), str) and not COLUMNS.keys() & row.keys():
+                return text, text, None     # neither messages nor a column that could hold media
             media = reader.media(row)
             return text, reader.expand([text], media)[0], media
         texts, long, media = map(list, zip(*read(self, make), strict=True))
