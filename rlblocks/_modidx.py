@@ -884,6 +884,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'rlblocks.data.prompts': { 'rlblocks.data.prompts.Prompts': ('data/prompts.html#prompts', 'rlblocks/data/prompts.py'),
                                        'rlblocks.data.prompts.Prompts.__init__': ( 'data/prompts.html#prompts.__init__',
                                                                                    'rlblocks/data/prompts.py'),
+                                       'rlblocks.data.prompts.Prompts._column_of_texts': ( 'data/prompts.html#prompts._column_of_texts',
+                                                                                           'rlblocks/data/prompts.py'),
                                        'rlblocks.data.prompts.Prompts._columns': ( 'data/prompts.html#prompts._columns',
                                                                                    'rlblocks/data/prompts.py'),
                                        'rlblocks.data.prompts.Rows': ('data/prompts.html#rows', 'rlblocks/data/prompts.py'),

