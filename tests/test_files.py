@@ -4,11 +4,13 @@ import gzip
 import json
 import lzma
 import random
+import subprocess
+import sys
 
 import pyarrow
 import pytest
 
-from rlblocks import Demonstrations, Feedback, Preferences, Prompts, hold_out, load_rows
+from rlblocks import Demonstrations, Feedback, Preferences, Prompts, Stream, hold_out, load_rows
 
 pytest.importorskip("datasets")
 ASK, ANSWER = [dict(role="user", content="1+1?")], [dict(role="assistant", content="2")]
@@ -225,3 +227,171 @@ def test_real_files_into_their_class(name, shared):
     data = kind(rows, qwen)
     batch = data.take(4)
     assert batch.mask.any() == (kind is not Prompts) and len(batch) == 4*kind.each
+
+
+def test_plain_lines_read_by_arrow_are_the_rows(monkeypatch):
+    "The quick way gives what the slow one gives, and leaves to it what it cannot."
+    from rlblocks.data import files
+    taken, plain = [], files.plain_table
+    monkeypatch.setattr(files, "plain_table", lambda *a: taken.append(plain(*a)) or taken[-1])
+    rows = [dict(prompt="2020-01-01", n=2**62, ok=True), dict(prompt="ü \u2028 😀", n=None, x="late")]
+    for made, quick in ((rows[:1]*3, True), (rows, True), (rows[:1]*200 + rows[1:] + [dict(prompt="a", new=1)], False),
+                        (rows[:1]*200 + [dict(prompt="a", n=1.5)], False), ([dict(prompt="a", n=[])], False)):
+        got = list(load_rows(lines("a.jsonl", *made, end="\r\n\r\n")))
+        names = dict.fromkeys(k for row in made for k in row)
+        assert (taken[-1] is not None) == quick and got == [dict.fromkeys(names) | row for row in made]
+    for bad in (dict(prompt=""), dict(n=3), dict(prompt=3)):
+        malformed("a.jsonl, line 201: field 'prompt'", lines("a.jsonl", *rows[:1]*200, bad))
+    assert load_rows(lines("a.jsonl", dict(q="a", i=1)), columns=dict(q="prompt", i=None))[0] == dict(prompt="a")
+    assert taken[-1] is not None
+
+
+def stream(source="a.jsonl", kind=Prompts, window=32, **more):
+    return Stream(load_rows(source, streaming=True, **more), lambda rows: kind(rows, Chat(), seed=3), window=window)
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    "A file of a hundred rows in eleven parts, as 16 MB are one of a large file."
+    from rlblocks.data import files
+    monkeypatch.setattr(files, "PART", 300)
+    return lines("a.jsonl", *(dict(prompt=f"p{i}", i=i, m=[dict(a=i)] if i % 2 else None) for i in range(100)))
+
+
+def test_a_stream_that_is_stopped_goes_on_with_the_same_rows(parts):
+    whole = stream()
+    drawn = [whole.take(7) for _ in range(40)]      # windows of 32: batches straddle them, and epochs
+    prompts = [p for b in drawn for p in b.prompt]
+    assert sorted(prompts[:100]) == sorted(prompts[100:200]) == sorted(f"p{i}" for i in range(100))
+    assert prompts[:32] != prompts[100:132] != [f"p{i}" for i in range(32)]
+    for stop in (0, 1, 4, 5, 14, 20, 39):
+        first, second = stream(), stream()
+        for _ in range(stop): first.take(7)
+        second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        rest = [second.take(7) for _ in range(40 - stop)]
+        assert [p for b in rest for p in b.prompt] == prompts[stop*7:]
+        assert [g for b in rest for g in b.group.tolist()] == list(range(stop*7, 280)) and second.taken == 280
+        assert all(b.m == [[dict(a=i)] if i % 2 else None for i in b.i] for b in rest)
+    with pytest.raises(ValueError, match="windows of 32 rows, this stream of 16"):
+        stream(window=16).load_state_dict(whole.state_dict())
+    lines("a.jsonl", *(dict(prompt=f"q{i}", i=i, m=None) for i in range(100)))
+    with pytest.raises(ValueError, match="fingerprint"): stream().load_state_dict(whole.state_dict())
+
+
+def test_a_resumed_stream_does_not_read_again_what_came_before(parts, monkeypatch):
+    import datasets
+    from rlblocks.data import files
+    first = stream(window=10)
+    for _ in range(8): first.take(10)
+    read, parsed = [], files.parsed
+    monkeypatch.setattr(files, "parsed", lambda line: read.append(line) or parsed(line))
+    rows = load_rows("a.jsonl", streaming=True)
+    rows.load_state_dict(first.state_dict()["start"])
+    read.clear()
+    assert [r["i"] for r in rows] == list(range(70, 100)) and len(read) < 40
+    datasets.Dataset.from_list([dict(prompt=f"p{i}", m=[dict(a=i) if i % 2 else dict(b=i)]) for i in range(100)]
+                               ).to_parquet("p.parquet", batch_size=10)
+    whole, half = stream("p.parquet", window=20), stream("p.parquet", window=20)
+    assert load_rows("p.parquet", streaming=True).num_shards == 10
+    drawn = whole.take(50), whole.take(30)
+    half.load_state_dict(json.loads(json.dumps(whole.state_dict())))
+    assert half.take(40).prompt == whole.take(40).prompt
+    assert {len(m[0]) for m in drawn[0].m} == {1}
+
+
+def test_streams_are_converted_mixed_and_named_by_line(parts):
+    lines("pairs.jsonl", *(dict(prompt="a", chosen=f"b{i}", rejected="c") for i in range(50)))
+    assert stream("pairs.jsonl", Preferences).take(40).unit.tolist() == [i for i in range(40) for _ in range(2)]
+    mixed = [r["prompt"][0] for r in load_rows([dict(path="a.jsonl", weight=1), dict(path="pairs.jsonl", weight=1,
+             format="prompt", epochs=9)], streaming=True, limit=100)]
+    assert len(mixed) == 100 and 30 < mixed.count("a") < 70
+    both = load_rows(["a.jsonl", dict(path="a.jsonl", limit=5, epochs=2)], streaming=True, where=lambda r: r["i"] > 2)
+    assert [r["i"] for r in both] == [*range(3, 100)] + [*range(3, 8)]*2
+    train, held = hold_out(load_rows("a.jsonl", streaming=True), .2)
+    assert not {r["i"] for r in train} & {r["i"] for r in held} and 10 < len(list(held)) < 30
+    with open("a.jsonl", "a") as f: f.write('{"prompt": 3}\n{"prompt": "last"}\n')
+    with pytest.raises(ValueError, match="a.jsonl, line 101: field 'prompt' is 3"):
+        list(load_rows("a.jsonl", streaming=True))
+    with pytest.warns(UserWarning, match="1 malformed rows .* line 101"):
+        assert len(list(load_rows("a.jsonl", streaming=True, on_error="skip"))) == 101
+    with pytest.raises(ValueError, match="dedup and order_by need all rows"):
+        load_rows("a.jsonl", streaming=True, dedup=True)
+    with pytest.raises(TypeError, match=r"rows is a IterableDataset.*Stream\(rows, lambda rows: Prompts"):
+        Prompts(load_rows("a.jsonl", streaming=True), Chat())
+    with pytest.raises(TypeError, match="Stream: rows is a list"): Stream([dict(prompt="a")], Prompts)
+
+
+ENCODE = """
+import sys, time
+from rlblocks.data.prompts import Prompts
+from tokenizers import Tokenizer, models, pre_tokenizers
+class Slow:
+    "A fast tokenizer that takes its time and counts."
+    bos_token_id = eos_token_id = None
+    def __init__(self):
+        self.backend_tokenizer, self.calls = Tokenizer(models.WordLevel({"a": 1, "<unk>": 0}, "<unk>")), 0
+        self.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    def __call__(self, texts, add_special_tokens=True):
+        self.calls += 1
+        time.sleep(.3)
+        return dict(input_ids=[e.ids for e in self.backend_tokenizer.encode_batch(texts)])
+t = Slow()
+data = Prompts(["a b a"]*7, t, batch_size=2, cache=sys.argv[1])
+print(t.calls, data.fingerprint)
+"""
+
+
+def test_of_processes_that_arrive_together_one_tokenises(root, tmp_path):
+    pytest.importorskip("tokenizers")
+    def start(): return subprocess.Popen([sys.executable, "-c", ENCODE, str(tmp_path/"ids")], cwd=root,
+                                         stdout=subprocess.PIPE, text=True)
+    made = [p.communicate()[0].split() for p in [start(), start()]]
+    assert sorted(calls for calls, _ in made) == ["0", "4"] and len({x for _, x in made}) == 1
+
+
+class Seen(Chat):
+    "Keeps what its template was given."
+    def __init__(self): self.seen = []
+    def apply_chat_template(self, messages, **kw):
+        self.seen.append(json.dumps([messages, kw.get("tools")]))
+        return super().apply_chat_template(messages, **kw)
+
+
+def test_tools_and_messages_reach_the_template_as_written():
+    "Also from a Dataset made elsewhere, in which Arrow gave every message the keys of all."
+    import datasets
+    call = dict(role="assistant", content="3", tool_calls=[dict(function=dict(name="add", arguments=dict(a=1)))])
+    tool = dict(type="function", function=dict(name="add", parameters=dict(properties=dict(a=dict(type="number")))))
+    rows = [dict(messages=ASK + [call], tools=[tool]), dict(messages=ASK + ANSWER, tools=None)]
+    for data in (load_rows(lines("a.jsonl", *rows)), datasets.Dataset.from_list(rows)):
+        seen = Seen()
+        batch = Demonstrations(data, seen, shuffle=False).take(2)
+        asked = [json.loads(x) for x in seen.seen]
+        assert [ASK + [call], [tool]] in asked and [ASK + ANSWER, None] in asked
+        starts = ["".join(map(chr, batch.tokens[i][:5])) for i in range(2)]
+        assert starts == ["tools", "user:"]
+    prompt = Prompts(load_rows([dict(prompt=ASK, tools=[tool])]), Chat()).take(1).prompt[0]
+    assert prompt.startswith("tools") and prompt.endswith("assistant:")
+
+
+def test_a_mixture_of_formats_is_one_data_set():
+    "What one source lacks is None in its rows, and no reason to read them as another format."
+    lines("m.jsonl", dict(messages=ASK + ANSWER)), lines("p.jsonl", dict(instruction="1+1?", output="2"))
+    lines("t.txt", "Once.")
+    for order in (["m.jsonl", "p.jsonl", "t.txt"], ["t.txt", "p.jsonl", "m.jsonl"]):
+        batch = Demonstrations(load_rows(order), Chat(), shuffle=False).take(3)
+        chosen = ["".join(map(chr, t[m])).strip("\x01") for t, m in zip(batch.tokens, batch.mask, strict=True)]
+        assert chosen == (["2", "2", "nce."] if order[0] == "m.jsonl" else ["nce.", "2", "2"])
+
+
+def test_without_datasets_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match="pip install datasets"): load_rows([dict(prompt="a")])
+
+
+def test_longer_prompts_are_left_out_and_counted():
+    rows = [dict(prompt="a"*n, n=n) for n in (3, 9, 4)]
+    data = Prompts(rows, Chat(), max_tokens=4, drop_longer=True, shuffle=False)
+    assert data.take(2).n == [3, 4] and data.longer == 1 and "1 longer than 4 left out" in repr(data)
+    with pytest.raises(ValueError, match="all 3 prompts have more than 2"):
+        Prompts(rows, Chat(), max_tokens=2, drop_longer=True)

@@ -16,7 +16,7 @@ from .prompts import Rows, chat_text, encode, messages_of, prompt_ids, read, rea
 
 # %% ../../nbs/data/02_demonstrations.ipynb #4c85463e
 def segments(
-    row:Mapping,   # {prompt, completion}, {messages} or {text}
+    row:Mapping,   # {prompt, completion}, {messages[, tools]} or {text}; a column that is None is none
     tokenizer,     # asked for its chat template when there are messages
     *,
     template=None, # makes the prompt, see `render`
@@ -24,26 +24,28 @@ def segments(
     """A demonstration as alternating given and trained texts.
 
     ValueError for a row without one, or a chat template that rewrites earlier turns."""
-    if "completion" in row:
+    if row.get("completion") is not None or "completion" in row and not {"messages", "text"} & {*row}:
         answer = row["completion"]
         if isinstance(answer, list) and isinstance(row.get("prompt"), list):
-            return _turns(row["prompt"] + answer, tokenizer, len(row["prompt"]))
+            return _turns(row["prompt"] + answer, tokenizer, len(row["prompt"]), row.get("tools"))
         if not isinstance(answer, str):
             raise TypeError(f"the completion is a {type(answer).__name__}; a str is wanted, or messages behind a "
                             "prompt of messages")
         return [(render(row, tokenizer, template=template), False), (readable(answer), True)]
     if template is not None:
         raise ValueError(f"a template makes a prompt, and needs a `completion` beside it; there are {', '.join(row)}")
-    if "messages" in row: return _turns(row["messages"], tokenizer)
+    if row.get("messages") is not None or "messages" in row and not isinstance(row.get("text"), str):
+        return _turns(row["messages"], tokenizer, tools=row.get("tools"))
     if isinstance(row.get("text"), str): return [("", False), (readable(row["text"]), True)]
     raise ValueError(f"a demonstration has prompt and completion, or messages, or text; there are {', '.join(row)}")
 
-def _turns(messages, tokenizer, first=0):
+def _turns(messages, tokenizer, first=0, tools=None):
     "Trained are the assistant's turns from message `first` on, each up to its EOS."
     eos, out, done = getattr(tokenizer, "eos_token", None), [], ""
     for k, message in enumerate(messages_of(messages)):
         if message["role"] != "assistant" or k < first: continue
-        before, after = chat_text(messages[:k], tokenizer, True), chat_text(messages[:k+1], tokenizer, False)
+        before = chat_text(messages[:k], tokenizer, True, tools)
+        after = chat_text(messages[:k+1], tokenizer, False, tools)
         if not (before.startswith(done) and after.startswith(before)):
             raise ValueError(f"the chat template is not append-only: at message {k} it rewrites earlier turns; "
                              f"make each assistant turn a row {{prompt, completion}}")

@@ -19,14 +19,14 @@ import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from .columns import listed, whole_number
-from .formats import as_chat, recognised, standard, without_none, wrong
+from .formats import FORMATS, as_chat, recognised, standard, without_none, wrong
 
 # %% ../../nbs/data/17_files.ipynb #1860539b
 # how the name of a file ends, and who reads it
@@ -159,6 +159,37 @@ def rows_of_file(path:Path)->Placed:
     except (FileNotFoundError, ImportError): raise
     except Exception as e: raise ValueError(f"load_rows: {path} cannot be read: {type(e).__name__}: {e}") from e
 
+# %% ../../nbs/data/17_files.ipynb #de2b563a
+PART = 16 << 20
+
+def parts_of(piece:Any)->list:
+    "Return the parts of a file as (path, start, end): bytes of lines, or row groups; anything else whole."
+    if not isinstance(piece, Path): return [piece]
+    if kind_of_file(piece) == "parquet" and piece.suffix.lower() == ".parquet":
+        need_datasets()
+        from pyarrow.parquet import ParquetFile
+        try:
+            with ParquetFile(piece) as f: return [(piece, i, i + 1) for i in range(f.num_row_groups)]
+        except Exception as e: raise ValueError(f"load_rows: {piece} cannot be read: {type(e).__name__}: {e}") from e
+    if kind_of_file(piece) != "lines" or piece.suffix.lower()[1:] in PACKED: return [piece]
+    size = piece.stat().st_size
+    return [(piece, start, min(start + PART, size)) for start in range(0, size, PART)]
+
+def rows_of_part(path:Path, start:int, end:int)->Placed:
+    "Read the lines that begin between two bytes, or a row group."
+    if kind_of_file(path) == "lines": return json_lines(path, start, end)
+    from pyarrow.parquet import ParquetFile
+    with ParquetFile(path) as f: return of_datasets(need_datasets().Dataset(f.read_row_group(start)))
+
+def lines_before(f, start:int)->int:
+    "Return how many lines begin before a byte of a file."
+    if not start: return 0
+    count, left = 1, start - 1      # the first, and one behind each end of a line before the byte
+    while left > 0 and (some := f.read(min(left, 1 << 20))):
+        count += some.count(b"\n")
+        left -= len(some)
+    return count
+
 # %% ../../nbs/data/17_files.ipynb #55eea089
 SPLITS = dict(train=("train", "training"), test=("test", "testing"), validation=("validation", "valid", "val", "dev"),
               eval=("eval", "evaluation"))
@@ -246,7 +277,7 @@ class Source:
     def rows(self, pieces:Sequence)->Iterator[dict]:
         "Read pieces into standard rows. ValueError for a malformed one: file, line, field, value, what to do."
         for piece in pieces:
-            for place, row in self._raw(piece):
+            for place, row in self.raw(piece):
                 try:
                     if isinstance(row, Exception): raise row
                     made = self._standard(row)
@@ -255,7 +286,9 @@ class Source:
                     self.leave_out(f"{self.place(piece, place)}: {said}", e)
                 else: yield from made
 
-    def _raw(self, piece):
+    def raw(self, piece)->Placed:
+        "Read a file, a part of one (see `parts_of`), a data set, or dicts."
+        if isinstance(piece, tuple): return rows_of_part(*piece)
         if isinstance(piece, Path): return rows_of_file(piece)
         if hasattr(piece, "column_names"): return of_datasets(piece)
         def one(row):
@@ -264,6 +297,11 @@ class Source:
         return ((n, one(row)) for n, row in enumerate(piece, 1))
 
     def place(self, piece, n)->str:
+        "Name a row in messages; in a part of a file the lines before it are counted now."
+        if isinstance(piece, tuple):
+            piece, start, _ = piece
+            if kind_of_file(piece) == "parquet": return f"{piece}, row {n} of row group {start}"
+            with open(piece, "rb") as f: n += lines_before(f, start)
         if not isinstance(piece, Path): return f"{self.path if isinstance(self.path, str) else 'rows'}, row {n}"
         return f"{piece}, {'line' if kind_of_file(piece) in ('lines', 'csv', 'text') else 'row'} {n}"
 
@@ -283,7 +321,7 @@ class Source:
     def recognise(self, pieces):
         "Find the format from the first rows. ValueError with what would help where it is none."
         if self.format is not None or not pieces: return
-        seen = dict.fromkeys(k for _, row in islice(self._raw(pieces[0]), 100) if isinstance(row, dict)
+        seen = dict.fromkeys(k for _, row in islice(self.raw(pieces[0]), 100) if isinstance(row, dict)
                              for k in (renamed(row, self.columns) if self.columns else row))
         if not seen: return
         try: self.format = recognised(seen)
@@ -347,6 +385,36 @@ def as_dataset(rows:Iterable[dict], size:int=10_000)->Any: # datasets.Dataset
     tables = [pa.table({k: column(p, len(next(iter(p.values()))), k) for k in names}) for p in parts]
     return need_datasets().Dataset(pa.concat_tables(tables, promote_options="default").combine_chunks()
                                    if len(tables) > 1 else tables[0])
+
+# %% ../../nbs/data/17_files.ipynb #abe330b0
+def plain_table(source:Source, pieces:Sequence)->Any: # pyarrow.Table, or None
+    "Read lines of texts, whole numbers and booleans that are standard rows as they stand; None for anything else."
+    import pyarrow as pa
+    import pyarrow.json
+    busy = (source.where, source.chat, source.system, source.limit, source.dedup, source.order_by)
+    if any(x is not None and x is not False for x in busy) or source.epochs != 1: return None
+    if source.format not in ("prompt", "prompt_completion", "text"): return None
+    if not all(isinstance(p, Path) and kind_of_file(p) == "lines" for p in pieces): return None
+    head = [row for _, row in islice(json_lines(pieces[0]), 100)]
+    if not all(isinstance(row, dict) for row in head): return None
+    kinds = {k: {type(row[k]) for row in head if row.get(k) is not None} for row in head for k in row}
+    known = {str: pa.string(), int: pa.int64(), bool: pa.bool_()}
+    if not all(len(x) == 1 and x <= known.keys() for x in kinds.values()): return None
+    how = pyarrow.json.ParseOptions(explicit_schema=pa.schema([(k, known[x.pop()]) for k, x in kinds.items()]),
+                                    unexpected_field_behavior="error")
+    try:
+        tables = []
+        for p in pieces:
+            with opened(p) as f:
+                tables.append(pyarrow.json.read_json(f, pyarrow.json.ReadOptions(block_size=1 << 24), how))
+        table = pa.concat_tables(tables)
+        table.validate(full=True)       # UTF-8
+        new = renamed({k: k for k in table.column_names}, source.columns or {})
+    except (pa.ArrowInvalid, ValueError): return None
+    table = table.select(list(new.values())).rename_columns(list(new))
+    texts = [table[k] for k in FORMATS[source.format].needs]
+    if any(x.type != pa.string() or x.null_count for x in texts): return None
+    return None if "prompt" in new and pa.compute.equal(table["prompt"], "").to_pylist().count(True) else table
 
 # %% ../../nbs/data/17_files.ipynb #61dc41a9
 def listed_sources(source)->list[dict]:
@@ -422,6 +490,55 @@ def report(sources):
         if s.bad: warnings.warn(f"load_rows: {len(s.bad)} malformed rows are left out. The first: {s.bad[0]}",
                                 stacklevel=3)
 
+def stream_of(pieces:list, source:Source, columns:tuple)->Iterator[dict]:
+    "Read pieces as one stream; what a row lacks of the columns is None."
+    for row in source.rows(pieces): yield dict.fromkeys(columns) | row
+    report([source])
+    source.bad = []
+
+def numbered(**given)->Iterator[tuple[int, dict]]: return enumerate(stream_of(**given))
+
+@dataclass
+class Converted:
+    "Convert the rows of a stream of `datasets`, some at once."
+    source:Source
+    columns:tuple
+
+    def __call__(self, some:Mapping)->dict:
+        rows = [dict(zip(some, values, strict=True)) for values in zip(*some.values(), strict=True)]
+        made = list(stream_of([without_none(rows)], self.source, self.columns))
+        return {k: [row[k] for row in made] for k in self.columns}
+
+def streamed(sources, limit, dedup, order_by, seed)->Any: # datasets.IterableDataset
+    "Return the sources as a stream, which knows its place. ValueError for what needs all rows first."
+    datasets, found = need_datasets(), []
+    from datasets.iterable_dataset import ExamplesIterable
+    for s in sources:
+        if dedup or order_by is not None or s.dedup or s.order_by is not None:
+            raise ValueError("load_rows: dedup and order_by need all rows, and a stream has one at a time; leave them "
+                             "out, or streaming")
+        if s.epochs != int(s.epochs): raise ValueError(f"load_rows: epochs={s.epochs}; a stream has whole ones")
+        parts = [part for piece in s.pieces(streaming=True) for part in parts_of(piece)]
+        s.recognise(parts)
+        head = dict.fromkeys(k for row in islice(replace(s, on_error="skip", bad=[]).rows(parts[:1]), 100) for k in row)
+        if not parts: raise ValueError(f"load_rows: no rows in {s.path}")
+        if isinstance(parts[0], datasets.IterableDataset):      # of the Hub: it knows its place itself
+            one = parts[0].map(Converted(s, tuple(head)), batched=True, remove_columns=parts[0].column_names)
+        else:
+            # `from_generator` would pickle all that the functions of the user hold, to name a cache that nobody reads
+            one = datasets.IterableDataset(ExamplesIterable(numbered, dict(
+                pieces=parts, source=s, columns=tuple(head))))
+        if s.limit is not None: one = one.take(s.limit)
+        found.append(one.repeat(int(s.epochs)) if s.epochs > 1 else one)
+    shares = [s.weight for s in sources]
+    if len(found) == 1: rows = found[0]
+    elif not any(shares): rows = datasets.concatenate_datasets(found)
+    else:
+        odd = next((s for s in sources if s.weight is None), None)
+        if odd: raise ValueError(f"load_rows: {odd.path} has no weight, others have; give each one")
+        rows = datasets.interleave_datasets(found, [x/sum(shares) for x in shares], seed=seed)
+    return rows if limit is None else rows.take(limit)
+
 # %% ../../nbs/data/17_files.ipynb #d36d9492
 def load_rows(
     source,            # file, pattern, folder, name of the Hub; a list of such or of dicts {path, weight, …}; rows
@@ -447,12 +564,15 @@ def load_rows(
                 on_error=on_error)
     need_datasets()
     sources = [Source(**(said | one)) for one in listed_sources(source)]
+    if streaming: return streamed(sources, limit, dedup, order_by, seed)
     readers = []
     for s in sources:
-        pieces = s.pieces(streaming)
+        pieces = s.pieces()
         s.recognise(pieces)
         readers.append(limited(s, pieces))
     alone = len(sources) == 1 and sources[0].epochs == 1
+    if alone and limit is None and not dedup and order_by is None:
+        if table := plain_table(sources[0], pieces): return need_datasets().Dataset(table)
     rows = readers[0] if alone else mixture([list(r) for r in readers], sources, seed)
     if dedup: rows = distinct(rows)
     if order_by is not None: rows = ordered(rows, order_by)
@@ -465,7 +585,7 @@ def load_rows(
 
 # %% ../../nbs/data/17_files.ipynb #31f2580e
 def prompt_of(row:Mapping)->str:
-    "Return what may not be on both sides: the prompt, the messages before the first answer, what a pair shares, a text."
+    "Return what may not be on both sides: the prompt, messages before the first answer, what a pair shares, a text."
     found = next((row[k] for k in ("prompt", "messages", "chosen", "text") if row.get(k) is not None), None)
     if found is None: raise ValueError(f"hold_out: a row has no prompt, messages or text; there are {', '.join(row)}")
     if isinstance(found, list):
@@ -476,7 +596,7 @@ def prompt_of(row:Mapping)->str:
 
 # %% ../../nbs/data/17_files.ipynb #dc5afd12
 def hold_out(
-    rows,             # Dataset or list of standard rows; an IterableDataset takes a share
+    rows,             # Dataset or list of standard rows; of an IterableDataset a share
     share_or_n,       # 0.1: a tenth of the rows · 100: so many rows; as near as whole prompts come
     seed:int=0,       # names the choice
 )->tuple[Any, Any]:   # (train, held out), each in the order of `rows`
