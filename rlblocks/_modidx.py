@@ -663,6 +663,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'rlblocks.data.formats._shared_messages': ( 'data/formats.html#_shared_messages',
                                                                                    'rlblocks/data/formats.py'),
                                        'rlblocks.data.formats._shared_text': ('data/formats.html#_shared_text', 'rlblocks/data/formats.py'),
+                                       'rlblocks.data.formats._with_media': ('data/formats.html#_with_media', 'rlblocks/data/formats.py'),
                                        'rlblocks.data.formats.alpaca': ('data/formats.html#alpaca', 'rlblocks/data/formats.py'),
                                        'rlblocks.data.formats.as_chat': ('data/formats.html#as_chat', 'rlblocks/data/formats.py'),
                                        'rlblocks.data.formats.labelled': ('data/formats.html#labelled', 'rlblocks/data/formats.py'),

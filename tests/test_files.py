@@ -395,3 +395,10 @@ def test_longer_prompts_are_left_out_and_counted():
     assert data.take(2).n == [3, 4] and data.longer == 1 and "1 longer than 4 left out" in repr(data)
     with pytest.raises(ValueError, match="all 3 prompts have more than 2"):
         Prompts(rows, Chat(), max_tokens=2, drop_longer=True)
+
+
+def test_a_picture_in_a_column_is_a_part_of_the_question(tmp_path):
+    (tmp_path/"seen.jsonl").write_text(json.dumps(dict(image="a.png", question="What colour?", answer="red")))
+    [row] = load_rows(str(tmp_path/"seen.jsonl"), columns=dict(question="prompt"), chat=True)
+    parts = [{k: x for k, x in part.items() if x is not None} for part in row["prompt"][0]["content"]]
+    assert parts == [dict(type="image"), dict(type="text", text="What colour?")] and row["image"] == "a.png"

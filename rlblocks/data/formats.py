@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .columns import listed
+from .media import COLUMNS, media_columns
 
 # %% ../../nbs/data/16_formats.ipynb #4418d9e8
 def wrong(field:str, value:Any, wanted:str)->ValueError:
@@ -299,10 +300,17 @@ def as_chat(
     if isinstance(row[field], str):
         system = row.pop("system", None) or system
         row[field] = _dialogue(row[field])
+        if field == "prompt": row[field][0]["content"] = _with_media(row, row[field][0]["content"])
         for name in ("completion", "chosen", "rejected"):
             if isinstance(row.get(name), str): row[name] = [dict(role="assistant", content=row[name])]
     if system and row[field][0]["role"] != "system": row[field] = [dict(role="system", content=system), *row[field]]
     return row
+
+def _with_media(row:Mapping, text:str)->str|list:
+    "A text as the parts of a message, where the row has media in columns: these first, as a processor expects them."
+    parts = [dict(type=COLUMNS[k]) for k in media_columns(row)
+             for _ in (row[k] if isinstance(row[k], (list, tuple)) else [row[k]])]
+    return [*parts, dict(type="text", text=text)] if parts else text
 
 def _dialogue(text):
     "The turns of HH's text; any other is one turn of the user."
