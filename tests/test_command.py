@@ -2,7 +2,7 @@
 import sys
 
 import pytest
-from rlblocks.people.command import Log, command_line
+from rlblocks.people.command import command_line
 from rlblocks.people.flags import OWN
 from rlblocks.placement import doctor
 from rlblocks.placement.doctor import facts_of_node, findings

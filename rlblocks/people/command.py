@@ -9,7 +9,6 @@ __all__ = ['NAMES', 'HELP', 'OTHERS', 'halves', 'pools_for', 'plain', 'show', 'L
 # %% ../../nbs/people/01_command.ipynb #94d1611e
 import importlib
 import importlib.util
-import inspect
 import json
 import os
 import signal
@@ -22,9 +21,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from .. import loops
-from .flags import OWN, is_data, keywords, parse, unknown
-from .program import Program, program
-from .run import NoLoop, loop_named
+from .flags import OWN, parse, unknown
+from .program import program
+from .run import NoLoop
 from ..placement.cluster import as_cluster
 from ..placement.place import here
 from ..placement.raypool import RayPool
@@ -245,8 +244,8 @@ def guarded(
     except NoLoop: raise
     except (OSError, ValueError, TypeError, ImportError, MemoryError) as e:
         ours = traceback.extract_tb(e.__traceback__)[-1].filename
-        if not isinstance(e, OSError) and (shown or not isinstance(e, ImportError | MemoryError) and not _is_ours(ours)):
-            raise
+        refused = not shown and (isinstance(e, ImportError | MemoryError) or _is_ours(ours))
+        if not isinstance(e, OSError) and not refused: raise
         raise NoLoop(f"{title}: {e}") from e
 
 def _is_ours(file): return any(x in file for x in (f"{os.sep}rlblocks{os.sep}", "<setup>"))

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import torch
 
-from .dry_run import memory_here
 from .run import NoLoop
 from ..placement.doctor import Finding
 from ..placement.doctor import doctor as ray_doctor
@@ -39,7 +38,8 @@ def required()->list[Finding]:
         extras.setdefault(extra, []).append((r.name, _version(r.name), r.specifier))
     for extra, parts in extras.items():
         absent = [name for name, v, _ in parts if v is None]
-        odd = [f"{name} {v}, {wanted} is wanted" for name, v, wanted in parts if v and not wanted.contains(v, prereleases=True)]
+        odd = [f"{name} {v}, {wanted} is wanted" for name, v, wanted in parts
+               if v and not wanted.contains(v, prereleases=True)]
         what = "rlblocks" if not extra else f"[{extra}]"
         there = ", ".join(f"{name} {v}" for name, v, _ in parts if v) or "not installed"
         remedy = "; ".join(odd) or (f"pip install {' '.join(absent)}" if absent and not extra else "")
@@ -57,7 +57,8 @@ def conflicts()->list[Finding]:
                                  "it is built for another torch; pip uninstall torchvision, or install the one that "
                                  "goes with this torch: transformers' models fail to import beside a broken one"))
     vllm = _version("vllm")
-    wanted = next((r for r in metadata.requires("vllm") or [] if r.replace(" ", "").startswith("torch==")), None) if vllm else None
+    asks = metadata.requires("vllm") or [] if vllm else []
+    wanted = next((r for r in asks if r.replace(" ", "").startswith("torch==")), None)
     if wanted and not wanted.replace(" ", "").startswith(f"torch=={torch.__version__.split('+')[0]}"):
         found.append(Finding("this machine", "vllm", f"{vllm} asks for {wanted}, torch is {torch.__version__}",
                              "install the vLLM that goes with this torch, or give it an environment of its own: "
@@ -66,16 +67,16 @@ def conflicts()->list[Finding]:
 
 def machine()->list[Finding]:
     "Hardware: processors, memory, disk, GPUs."
-    name, size = memory_here()
     cards = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     free = shutil.disk_usage(os.environ.get("HF_HOME", Path.home())).free
-    has = f"{os.cpu_count()} cores, {os.sysconf('SC_PHYS_PAGES')*os.sysconf('SC_PAGE_SIZE')/2**30:.0f} GiB, {free/2**30:.0f} GiB free on disk"
+    memory = os.sysconf("SC_PHYS_PAGES")*os.sysconf("SC_PAGE_SIZE")
+    has = f"{os.cpu_count()} cores, {memory/2**30:.0f} GiB, {free/2**30:.0f} GiB free on disk"
     gpus = ", ".join(f"{c.name} {c.total_memory/2**30:.0f} GiB" for c in cards) or "none that torch sees"
     built = torch.version.cuda or "the CPU"
     remedy = "torch is built for the CPU; install a build for CUDA" if not cards and torch.version.cuda is None and (
         shutil.which("nvidia-smi")) else ""
     return [Finding("this machine", "python", f"{platform.python_version()} at {sys.executable}", ""),
-            Finding("this machine", "hardware", has, "" if free > 5e9 else "less than 5 GB are free for models and saves"),
+            Finding("this machine", "hardware", has, "" if free > 5e9 else "models and saves want more than 5 GB"),
             Finding("this machine", "GPU", f"{gpus}; torch {torch.__version__} for {built}", remedy)]
 
 def doctor(
@@ -85,7 +86,8 @@ def doctor(
     if not {"-h", "--help"} & {*words}:
         found = [*machine(), *required(), *conflicts()]
         for x in found:
-            print(f"{'ok  ' if not x.remedy else 'WRONG'} {x.node:15} {x.what:16} {x.found}" + f". {x.remedy}"*bool(x.remedy))
+            said = f"{x.node:15} {x.what:16} {x.found}" + f". {x.remedy}"*bool(x.remedy)
+            print(f"{'WRONG' if x.remedy else 'ok  '} {said}")
         wrong = any(x.remedy for x in found)
     else: wrong = False
     return ray_doctor(words) or int(wrong)
@@ -95,9 +97,11 @@ def plan_command(
     words:Sequence[str], # of the command line
 )->int: # its exit code: 2 where it does not fit
     "`rlblocks plan --model M --engine fsdp2 --devices 8 --memory 80GB`: bytes of a model that is trained, by kind."
-    try: parser = importlib.import_module("jsonargparse").ArgumentParser(prog="rlblocks plan", description=plan_command.__doc__)
+    how = dict(prog="rlblocks plan", description=plan_command.__doc__)
+    try: parser = importlib.import_module("jsonargparse").ArgumentParser(**how)
     except ImportError as e: raise NoLoop("rlblocks plan needs jsonargparse: pip install 'rlblocks[cli]'") from e
-    parser.add_function_arguments(plan, as_group=False, fail_untyped=False, as_positional=False, skip={"media", "optimizer", "title"})
+    parser.add_function_arguments(plan, as_group=False, fail_untyped=False, as_positional=False,
+                                  skip={"media", "optimizer", "title"})
     given = parser.parse_args(list(words)).as_dict()
     try: print(plan(given.pop("model"), **given))
     except (MemoryError, ValueError, OSError, TypeError) as e: raise NoLoop(f"rlblocks plan: {e}") from e

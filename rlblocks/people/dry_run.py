@@ -70,13 +70,12 @@ def plan_of(
             one = plan_rollout(given.name, rows=min(how.get("max_rows", 512), prompts), tokens=prompt + longest,
                                prompt=prompt)
         else:
-            engine = how.get("engine")
+            engine, micro = how.get("engine"), how.get("micro_tokens", 8192)
             one = plan(given.name, title=x.kind.__name__.lower() + " (frozen)"*bool(how.get("frozen")), engine=engine,
                        devices=devices if engine else 1, frozen=how.get("frozen", False), lora=how.get("lora"),
                        quantization=given.quantization, lm_head=x.kind is Policy,
                        value_head=x.kind is not Policy or how.get("value_head", False),
-                       micro_tokens=how.get("micro_tokens", 8192), row=min(row + longest, how.get("micro_tokens", 8192)),
-                       device=device)
+                       micro_tokens=micro, row=min(row + longest, micro), device=device)
         made = one if made is None else made + one
     return made
 

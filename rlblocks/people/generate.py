@@ -44,9 +44,9 @@ def generate(
         batch = rollout.generate(data.take(min(prompts, len(data) - data.taken)), group_size=n, seed=seed)
         if grader: batch["scores"] = grader.score(batch)
         kept = batch[best_rows(batch.scores, batch.group)] if best else batch
-        lines = answers(kept, 1 if best else n)
+        lines = [json.dumps(x, ensure_ascii=False) + "\n" for x in answers(kept, 1 if best else n)]
         if world()[0] == 0:      # under torchrun all ranks come by here
-            with file.open("a", encoding="utf-8") as f: f.writelines(json.dumps(x, ensure_ascii=False) + "\n" for x in lines)
+            with file.open("a", encoding="utf-8") as f: f.writelines(lines)
         yield dict(step=step, prompts=data.taken, length=batch.mask.sum(1).float().mean().item(),
                    **dict(reward=batch.scores.nanmean().item()) if grader else {},
                    **dict(best=kept.scores.mean().item()) if best else {})
@@ -56,10 +56,12 @@ def answers(
     n:int, # of each prompt
 )->list[dict]: # of each prompt: prompt, completions, why they ended, scores
     "Rows as what is written of each prompt."
-    texts = [k for k, x in batch.columns.items() if isinstance(x, list) and k not in ("completion", "finish_reason", "media")]
+    ours = ("completion", "finish_reason", "media")
+    texts = [k for k, x in batch.columns.items() if isinstance(x, list) and k not in ours]
     scores = dict(scores=batch.scores.tolist()) if "scores" in batch.columns else {}
     columns = dict(completions=batch.completion, finish_reasons=list(batch.finish_reason), **scores)
-    return [{k: batch[k][i] for k in texts} | {k: x[i:i+n] for k, x in columns.items()} for i in range(0, len(batch), n)]
+    return [{k: batch[k][i] for k in texts} | {k: x[i:i+n] for k, x in columns.items()}
+            for i in range(0, len(batch), n)]
 
 def whole_lines(
     file:Path,

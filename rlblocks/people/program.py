@@ -17,6 +17,7 @@ from typing import Any
 from ..data.files import load_rows
 from .flags import is_data, is_function, keywords, unknown
 from .run import NoLoop, named
+from ..placement.raypool import RayPool
 
 # %% ../../nbs/people/03_program.ipynb #2b90b66c
 @dataclass(frozen=True)
@@ -40,7 +41,8 @@ class Program:
     def __str__(self):
         text = source_of(self.loop)
         named_here = f"def {self.loop.__name__}(" in text
-        lines = [text.strip(), "", ""] if named_here else [f"from {self.loop.__module__} import {self.loop.__name__}", ""]
+        theirs = f"from {self.loop.__module__} import {self.loop.__name__}"
+        lines = [text.strip(), "", ""] if named_here else [theirs, ""]
         body = [f"pool = {self.pool}", *self.setup, f"for row in pool.watch({self.call}):",
                 '    print("  ".join(f"{k} {x}" if isinstance(x, (int, str)) else f"{k} {float(x):.4g}" '
                 "for k, x in row.items()), flush=True)"]
@@ -101,7 +103,7 @@ def _tokenizer_line(wanted, args, use, setup, title):
     if model is None: raise NoLoop(f"{title}: a tokenizer reads the data; give --model or --tokenizer")
     if str(model)[:1] in "/.~" and not Path(model).exists(): raise NoLoop(f"{title}: there is no folder {model}")
     use("transformers", "AutoProcessor")
-    setup.append(f"tokenizer = AutoProcessor.from_pretrained({str(model)!r})")      # a tokenizer, where it reads text alone
+    setup.append(f"tokenizer = AutoProcessor.from_pretrained({str(model)!r})")      # of a model of text: a tokenizer
 
 def _call(name, texts):
     one = f"{name}({', '.join(texts)})"
@@ -131,6 +133,10 @@ def _data_lines(name, names, words, wanted, use, title):
     rows = f"load_rows({source!r}{said(reads)})"
     how = said(makes)
     rest = next((k for k in names if wanted[k] is None and words[k].annotation is kind), None)
+    if block.get("streaming"):
+        if rest: raise NoLoop(f"{title}: {name} is a stream, from which no rows are kept; give --{rest} FILE")
+        use("rlblocks", "Stream")
+        return [*lines, f"{name} = Stream({rows}, lambda rows: {kind.__name__}(rows, tokenizer{how}))"]
     if rest is None: return [*lines, f"{name} = {kind.__name__}({rows}, tokenizer{how})"]
     use("rlblocks", "hold_out")
     return [*lines, f"train, kept = hold_out({rows}, {share!r})",
@@ -141,7 +147,8 @@ def _function(name, place, use, setup, title):
     "The name of a function, whose import or maker is added: of a module, a reward model's folder, a server."
     if (Path(place)/"config.json").is_file():
         use("rlblocks", "Scorer"), use("rlblocks", "scorer_reward"), use("transformers", "AutoProcessor")
-        setup.append(f"{name} = scorer_reward(Scorer({place!r}, frozen=True), AutoProcessor.from_pretrained({place!r}))")
+        setup.append(f"{name} = scorer_reward(Scorer({place!r}, frozen=True), "
+                     f"AutoProcessor.from_pretrained({place!r}))")
         return name
     if place.startswith(("http://", "https://")):
         use("rlblocks", "RemoteReward"), use("os", "environ")
@@ -153,12 +160,8 @@ def _function(name, place, use, setup, title):
     return found.__name__ if found.__name__ == of_it else of_it
 
 def _pool(given, use):
-    if given["pool"] == "here": use("rlblocks", "here"); return "here"
-    if given["pool"] == "spmd": use("rlblocks", "SpmdPool"); return "SpmdPool()"
-    use("rlblocks", "RayPool")
-    how = {k: x for k, x in (given.get("ray") or {}).items() if x != inspect.signature(_ray_pool()).parameters[k].default}
+    use("rlblocks", kind := dict(here="here", spmd="SpmdPool", ray="RayPool")[given["pool"]])
+    if kind != "RayPool": return kind + "()"*(kind == "SpmdPool")
+    usual = {k: p.default for k, p in inspect.signature(RayPool).parameters.items()}
+    how = {k: x for k, x in (given.get("ray") or {}).items() if x != usual[k]}
     return f"RayPool({given['ranks'] or 1}{''.join(f', {k}={x!r}' for k, x in how.items())})"
-
-def _ray_pool():
-    from rlblocks.placement.raypool import RayPool
-    return RayPool

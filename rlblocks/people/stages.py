@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import time
+from argparse import ArgumentError
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -17,8 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .command import Log, dry_run, guarded, ran
-from .flags import merged, parse, read_config
-from .generate import generate
+from .flags import merged, parse, read_config, without_configs
 from .program import program
 from .run import NoLoop
 from ..placement.spmd import SpmdPool
@@ -34,8 +34,9 @@ def _parser():
         description="Supervised fine-tuning, a reward model, PPO: each a block with the keywords of its loop.")
     except ImportError as e: raise NoLoop("rlblocks rlhf needs jsonargparse: pip install 'rlblocks[cli]'") from e
     parser.add_argument("--config", action="config", help="YAML files; later ones win")
-    parser.add_argument("--model", type=str | None, default=None, help="name or folder that the first stage begins with")
-    parser.add_argument("--folder", type=str | None, default=None, help="of the run: a folder for each stage, the report")
+    text:Any = str | None
+    parser.add_argument("--model", type=text, default=None, help="name or folder that the first stage begins with")
+    parser.add_argument("--folder", type=text, default=None, help="of the run: a folder for each stage, the report")
     for name, what in zip(STAGES, ("demonstrations", "comparisons", "prompts"), strict=True):
         parser.add_argument(f"--{name}", type=dict[str, Any] | None, default=None,
                             help=f"keywords of rlblocks.loops.{name}: --{name}.data FILE of {what}, --{name}.steps …")
@@ -60,8 +61,8 @@ def rlhf_command(
     "`rlblocks rlhf --config F.yaml`: run the stages, and report."
     given = _given(words)
     wanted = [s for s in STAGES if given[s] is not None and s not in (given["skip"] or [])]
-    if not wanted: raise NoLoop(f"rlblocks rlhf: nothing to do; give a block of {', '.join(STAGES)}, each with its data")
-    if not given["folder"]: raise NoLoop("rlblocks rlhf: --folder FOLDER is wanted, where stages leave what the next begin with")
+    if not wanted: raise NoLoop(f"rlblocks rlhf: nothing to do; give a block of {', '.join(STAGES)}, with its data")
+    if not given["folder"]: raise NoLoop("rlblocks rlhf: --folder FOLDER is wanted, where a stage leaves its model")
     os.environ.update({k: str(x) for k, x in given["env"].items()})
     dry = given["dry_run"] or given["show_code"]
     stages = [(s, *_stage(s, given, dry)) for s in wanted]         # all are checked before the first runs
@@ -77,8 +78,9 @@ def rlhf_command(
 def _run(given, stages):
     first = os.environ.get("RANK", "0") == "0"
     for name, loop, flags, title in stages:
-        if done := _done_before(name, flags, title): print(f"{name}: done before, {done}"*first, end="\n"*first); continue
-        print(f"== {name}"*first, end="\n"*first, flush=True)
+        done = _done_before(flags, title)
+        if first: print(f"{name}: done before, {done}" if done else f"== {name}", flush=True)
+        if done: continue
         start = time.monotonic()
         if code := ran(loop, flags, title): return code
         _report(flags, time.monotonic() - start)
@@ -86,30 +88,25 @@ def _run(given, stages):
 
 def _given(words):
     "Flags of the command, configurations merged."
-    files, rest, at = [], [], 0
-    while at < len(words):
-        flag, eq, value = words[at].partition("="); at += 1
-        if flag != "--config": rest.append("--" + flag[2:].replace("-", "_") + eq + value if flag[:2] == "--" else words[at-1]); continue
-        files += [value] if eq else []
-        while not eq and at < len(words) and not words[at].startswith("--"): files.append(words[at]); at += 1
+    files, rest = without_configs(words)
     config = read_config(files)
     try: return _parser().parse_args([*(["--config", json.dumps(config)] if config else []), *rest]).as_dict()
-    except Exception as e:
-        if type(e).__name__ != "ArgumentError": raise
-        raise NoLoop(f"rlblocks rlhf: {e}; rlblocks rlhf --help") from e
+    except ArgumentError as e: raise NoLoop(f"rlblocks rlhf: {e}; rlblocks rlhf --help") from e
 
 def _stage(name, given, dry):
     "(loop, flags, title) of a stage; its models are those that the stages before it leave."
     def left(stage):
-        ran_it = given[stage] is not None and stage not in (given["skip"] or []) or Path(given["folder"], stage, "model").exists()
-        return f"{given['folder']}/{stage}/model" if ran_it and not dry else None
+        model = f"{given['folder']}/{stage}/model"
+        runs = given[stage] is not None and stage not in (given["skip"] or [])
+        return model if (runs or Path(model).exists()) and not dry else None
     model = left("sft") if name != "sft" else None
     block = dict(model=model or given["model"])
     if block["model"] is None: raise NoLoop(f"rlblocks rlhf: {name} has no model to begin with; --model NAME is wanted")
     if name == "rlhf" and "reward_model" not in given["rlhf"]:
         block["reward_model"] = left("reward_model") or (given["model"] if dry else None)
-        if block["reward_model"] is None: raise NoLoop("rlblocks rlhf: there is no reward model; give a block reward_model, or "
-                                                       "--rlhf.reward_model FOLDER")
+        if block["reward_model"] is None:
+            raise NoLoop("rlblocks rlhf: there is no reward model; give a block reward_model, or --rlhf.reward_model "
+                         "FOLDER")
     common = {k: given[k] for k in COMMON if given[k] not in (None, {})}
     folder = dict(folder=f"{given['folder']}/{name}")
     title = f"rlblocks rlhf, {name}"
@@ -117,14 +114,15 @@ def _stage(name, given, dry):
 
 def _settings(flags): return json.loads(json.dumps({k: x for k, x in flags.items() if k not in COMMON}, default=str))
 
-def _done_before(name, flags, title):
+def _done_before(flags, title):
     "What the report of a stage that has ended says, or None. NoLoop where it was another one."
     file = Path(flags["folder"], "report.json")
     if not file.exists(): return None
     report = json.loads(file.read_text(encoding="utf-8"))
-    odd = [f"{k} was {report['flags'].get(k)!r}, is {x!r}" for k, x in _settings(flags).items() if report["flags"].get(k) != x]
-    if odd: raise NoLoop(f"{title}: it has ended with other settings: {'; '.join(odd)}. Remove {flags['folder']} to run it again, or "
-                         "say what it was")
+    was = report["flags"]
+    odd = [f"{k} was {was.get(k)!r}, is {x!r}" for k, x in _settings(flags).items() if was.get(k) != x]
+    if odd: raise NoLoop(f"{title}: it has ended with other settings: {'; '.join(odd)}. Remove {flags['folder']} to "
+                         "run it again, or say what it was")
     return "  ".join(f"{k} {x:.4g}" for k, x in report["last"].items())
 
 def _report(flags, seconds):
@@ -139,18 +137,20 @@ def _report(flags, seconds):
 # %% ../../nbs/people/08_stages.ipynb #5f5f1b87
 def _close(given, stages):
     "Answer some prompts with the models before and after the last stage, and show the report."
-    folder, answered = Path(given["folder"]), []
-    name, _, flags, _ = stages[-1]
-    for which, model in (("before", flags["model"]), ("after", f"{flags['folder']}/model")) if name == "rlhf" and given["samples"] else ():
+    folder, (name, _, flags, _), answered = Path(given["folder"]), stages[-1], []
+    models = dict(before=flags["model"], after=f"{flags['folder']}/model")
+    for which, model in models.items() if name == "rlhf" and given["samples"] else ():
         out = folder/f"samples_{which}.jsonl"
         out.unlink(missing_ok=True)
-        data = merged(flags["data"], dict(limit=given["samples"]))
-        how = dict(model=model, data=data, out=str(out), max_tokens=flags["max_tokens"], pool=given["pool"], log=os.devnull)
+        how:dict = dict(model=model, data=merged(flags["data"], dict(limit=given["samples"])), out=str(out),
+                        max_tokens=flags["max_tokens"], pool=given["pool"], log=os.devnull)
         how |= {k: given[k] for k in ("ranks", "ray", "cluster") if given[k] not in (None, {})}
-        if code := ran(*parse("rlblocks.people.generate:generate", [], "rlblocks rlhf", how), "rlblocks rlhf, samples"): return code
+        loop, words = parse("rlblocks.people.generate:generate", [], "rlblocks rlhf, samples", how)
+        if code := ran(loop, words, "rlblocks rlhf, samples"): return code
         if out.exists(): answered.append([json.loads(x) for x in out.read_text(encoding="utf-8").splitlines()])
     if os.environ.get("RANK", "0") != "0": return 0
-    text = report_text({s: json.loads(Path(f["folder"], "report.json").read_text(encoding="utf-8")) for s, _, f, _ in stages}, answered)
+    def report(flags): return json.loads(Path(flags["folder"], "report.json").read_text(encoding="utf-8"))
+    text = report_text({name: report(flags) for name, _, flags, _ in stages}, answered)
     (folder/"report.md").write_text(text, encoding="utf-8")
     print(text, end="")
     return 0
