@@ -91,7 +91,6 @@ def json_lines(path:Path, start:int=0, end:float|int=float("inf"))->Placed:
             if end < float("inf"):
                 if place >= end: return
                 place += len(line)
-            if n == 1 and not start: line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.isspace(): yield n, parsed(line)
 
 def json_file(path:Path)->Placed:

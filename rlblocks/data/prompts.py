@@ -487,23 +487,25 @@ class Stream:
         self.rows, self.make, self.window = rows, make, whole_number("Stream", "window", window)
         self.taken = self.epoch = self.number = self._first = 0
         self._columns:list[str] = []
-        self._begin()
+        self._initial = copy.deepcopy(rows.state_dict())
+        self._begin(self._initial)
         self._next()
 
-    def _begin(self, state=None):
-        "Open the dataset at the beginning of its epoch, or where a state was."
-        self.rows.set_epoch(self.epoch)
-        if state is not None: self.rows.load_state_dict(state)
+    def _begin(self, state):
+        "Open the dataset where a state was."
+        self.rows.set_epoch(state["epoch"])
+        self.rows.load_state_dict(copy.deepcopy(state))
         self._open = iter(self.rows)
 
     def _next(self):
         "Read a window, of the next epoch where this one is over."
+        rows:list = []
         for _ in range(2):
             self._start = copy.deepcopy(self.rows.state_dict())
             rows = list(islice(self._open, self.window))
-            if rows: break
-            self.epoch += 1
-            self._begin()
+            if rows or not self.number: break
+            self.epoch += 1     # in which `datasets` shuffles the parts of the files, unless the order is kept
+            self._begin(self._initial | dict(epoch=self.epoch if self.data.shuffle else self._initial["epoch"]))
         if not rows: raise ValueError("Stream: no rows")
         self._columns = self._columns or list(dict.fromkeys(k for row in rows for k in row))
         self.data = self.make([{k: row.get(k) for k in self._columns} for row in rows])
