@@ -587,7 +587,7 @@ def test_refusals():
     with pytest.raises(ValueError, match="is one weight with"):
         Policy(tied, lora=LORA | dict(modules_to_save=["lm_head"]), device="cpu")
     Policy(tied, lora=LORA, device="cpu")
-    with pytest.raises(TypeError, match="lora is a int"): Policy(model(), lora=8, device="cpu")
+    with pytest.raises(TypeError, match="lora is a float"): Policy(model(), lora=8., device="cpu")
     with pytest.raises(FileNotFoundError, match="no adapter's folder"): Policy(model(), lora="some/where", device="cpu")
     with pytest.raises(ValueError, match="low_precision=True"):
         Policy(model(), lora=LORA, engine=EngineSpec(low_precision=True), device="cpu")

@@ -53,7 +53,7 @@ def peft_()->ModuleType:
     return peft
 
 def lora_config(
-    lora:Lora,  # a LoraConfig; its arguments, with `name`, `seed` or `path`; peft's folder; else the name of a new one
+    lora:Lora,  # its rank; a LoraConfig; its arguments, with `name`, `seed` or `path`; peft's folder; a new one's name
     like:"peft.LoraConfig|None"=None, # what a name by itself means; None: rank 16 on every linear layer
 )->tuple[str, "peft.LoraConfig", Path|None, int]: # (name, a LoraConfig of our own, the folder to load from, seed of A)
     """Read a `lora=` argument.
@@ -61,6 +61,7 @@ def lora_config(
     ValueError for what would change the base, could not be merged, or gives other numbers in each pass (dropout);
     FileNotFoundError for a folder that is none."""
     peft, name, seed, path = peft_(), "default", 0, None
+    if type(lora) is int: lora = dict(r=lora, lora_alpha=2*lora)
     if isinstance(lora, Mapping):
         given = dict(lora)
         name, seed, path = given.pop("name", name), given.pop("seed", seed), given.pop("path", None)
@@ -72,8 +73,8 @@ def lora_config(
         name, config = lora, copy(like) if like else peft.LoraConfig(**DEFAULT)
     elif isinstance(lora, (str, Path)): path, config = lora, None
     else:
-        raise TypeError(f"lora is a {type(lora).__name__}; a dict of LoraConfig's arguments, a peft.LoraConfig, an "
-                        "adapter's folder, a name or None is wanted")
+        raise TypeError(f"lora is a {type(lora).__name__}; a rank, arguments of LoraConfig as a dict, a LoraConfig, "
+                        "an adapter's folder, a name or None is wanted")
     if path is not None: config = _config_in(Path(path))
     if not name.isidentifier(): raise ValueError(f"lora: name={name!r}; a plain word is wanted, as in Python")
     check_adapter(config)

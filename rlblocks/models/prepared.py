@@ -27,7 +27,7 @@ from .probes import look_ahead, pack_by, share_lines
 if TYPE_CHECKING: import peft
 
 # %% ../../nbs/models/14_prepared.ipynb #3436ad74
-Lora = Union["peft.LoraConfig", Mapping[str, Any], str, Path, None]      # of a `lora=` argument
+Lora = Union["peft.LoraConfig", Mapping[str, Any], int, str, Path, None]      # of a `lora=` argument
 
 @dataclass(frozen=True)
 class WrapperSettings:
