@@ -1,7 +1,7 @@
 """From a file of a million rows to the first batch, beyond tokenisation; memory of a stream; what resuming it costs.
 
-Rows are JSONL of about 200 bytes, made here. The tokenizer is a stand-in that makes an id of four characters, so that what
-is left is reading, converting, checking and keeping; the time in `encode` is taken off ("beyond"). "text" rows are
+Rows are JSONL of about 200 bytes, made here. The tokenizer is a stand-in that makes an id of four characters, so that
+what is left is reading, converting, checking and keeping; the time in `encode` is taken off ("beyond"). "text" rows are
 {id, prompt, answer, source}, which Arrow parses; "messages" are {messages} of two turns (a fifth as many), parsed and
 converted one by one. Each case is a process of its own; seconds are of its CPU (other work runs on the machine) and of
 the clock, memory is the highest resident size in MB.
@@ -58,13 +58,13 @@ def case(file, kind):
     import datasets     # noqa: F401 (its import is not measured)
     from rlblocks.data import demonstrations, prompts
     times, before, spent = {}, peak(), []
-    inner = prompts.arrays_of
+    inner = prompts._arrays_of
     def timed(*args):
         start = time.process_time()
         made = inner(*args)
         spent.append(time.process_time() - start)
         return made
-    prompts.arrays_of = timed
+    prompts._arrays_of = timed
     demonstrations.encode = lambda texts, tokenizer, batch_size, cache: [x.tolist() for x in timed(
         texts, tokenizer, False, batch_size, cache)]
     if kind != "stream":
