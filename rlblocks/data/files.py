@@ -559,12 +559,12 @@ def load_rows(
     """Read files into standard rows for `Prompts`, `Demonstrations`, `Preferences` and `Feedback`.
 
     ValueError for a row that is malformed or of no format, FileNotFoundError with the nearest name."""
-    said = dict(split=split, name=name, columns=columns, format=format, system=system, chat=chat, where=where,
+    said:dict[str, Any] = dict(split=split, name=name, columns=columns, format=format, system=system, chat=chat, where=where,
                 on_error=on_error)
     need_datasets()
     sources = [Source(**(said | one)) for one in listed_sources(source)]
     if streaming: return streamed(sources, limit, dedup, order_by, seed)
-    readers = []
+    readers, pieces = [], []
     for s in sources:
         pieces = s.pieces()
         s.recognise(pieces)
