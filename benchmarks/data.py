@@ -1,7 +1,7 @@
 """From a file of a million rows to the first batch, beyond tokenisation; memory of a stream; what resuming it costs.
 
-Rows are JSONL of about 200 bytes, made here. The tokenizer is a stand-in that gives every text forty ids, so that what
-is left is reading, converting, checking and keeping; the time in `encode` is taken off ("beyond"). "text" rows are
+Rows are JSONL of about 200 bytes, made here. The tokenizer is a stand-in that makes an id of four characters, so that
+what is left is reading, converting, checking and keeping; the time in `encode` is taken off ("beyond"). "text" rows are
 {id, prompt, answer, source}, which Arrow parses; "messages" are {messages} of two turns (a fifth as many), parsed and
 converted one by one. Each case is a process of its own; seconds are of its CPU (other work runs on the machine) and of
 the clock, memory is the highest resident size in MB.
@@ -23,11 +23,12 @@ OUT = Path(__file__).resolve().parent/"results"/"data.json"
 WORDS = "the of and a to in is you that it he was for on are as with his they at be this have from".split()
 
 
-class Forty:
-    "A fast tokenizer's face: forty ids a text."
+class Quarters:
+    "A fast tokenizer's face: an id for four characters."
     bos_token_id, eos_token_id, eos_token, backend_tokenizer = 1, 2, "</s>", None
     chat_template = "stand-in"
-    def __call__(self, texts, add_special_tokens=True): return dict(input_ids=[list(range(3, 43)) for _ in texts])
+    def __call__(self, texts, add_special_tokens=True):
+        return dict(input_ids=[list(range(3, 3 + len(t)//4)) for t in texts])
     def apply_chat_template(self, messages, tokenize=False, add_generation_prompt=False):
         return "".join(f"{m['role']}: {m['content']}\n" for m in messages) + "assistant: "*add_generation_prompt
 
@@ -37,7 +38,7 @@ def write(file, rows, kind):
         for i in range(rows):
             text = " ".join(WORDS[(i*k + k) % len(WORDS)] for k in range(1, 28))
             f.write(json.dumps(dict(id=i, messages=[dict(role="user", content=f"{i}: {text}?"), dict(
-                role="assistant", content=str(i % 9973))]) if kind == "messages" else dict(
+                role="assistant", content=f"It is {i % 9973}.")]) if kind == "messages" else dict(
                 id=i, prompt=f"{i}: {text}?", answer=str(i % 9973), source="made")) + "\n")
 
 
@@ -57,23 +58,24 @@ def case(file, kind):
     import datasets     # noqa: F401 (its import is not measured)
     from rlblocks.data import demonstrations, prompts
     times, before, spent = {}, peak(), []
-    inner = prompts.arrays_of
+    inner = prompts._arrays_of
     def timed(*args):
         start = time.process_time()
         made = inner(*args)
         spent.append(time.process_time() - start)
         return made
-    prompts.arrays_of = timed
+    prompts._arrays_of = timed
     demonstrations.encode = lambda texts, tokenizer, batch_size, cache: [x.tolist() for x in timed(
         texts, tokenizer, False, batch_size, cache)]
     if kind != "stream":
         rows = clocked(times, "load_rows", lambda: load_rows(file))
-        data = clocked(times, "data", lambda: (Demonstrations if kind == "messages" else Prompts)(rows, Forty()))
+        kinds = dict(messages=Demonstrations, text=Prompts)
+        data = clocked(times, "data", lambda: kinds[kind](rows, Quarters()))
         clocked(times, "first batch", lambda: data.take(64))
         whole = sum(t["cpu"] for t in times.values())
         return dict(seconds=times, tokenising_cpu=round(sum(spent), 2), beyond_cpu=round(whole - sum(spent), 2),
                     rows=len(data), peak_mb=peak(), before_mb=before)
-    def opened(): return Stream(load_rows(file, streaming=True), lambda rows: Prompts(rows, Forty()), window=10_000)
+    def opened(): return Stream(load_rows(file, streaming=True), lambda rows: Prompts(rows, Quarters()), window=10_000)
     data = clocked(times, "first batch", lambda: [(d := opened()), d.take(64)][0])
     memory, n, state = {}, 0, None
     def rest():

@@ -272,6 +272,11 @@ def test_a_stream_that_is_stopped_goes_on_with_the_same_rows(parts):
         assert [p for b in rest for p in b.prompt] == prompts[stop*7:]
         assert [g for b in rest for g in b.group.tolist()] == list(range(stop*7, 280)) and second.taken == 280
         assert all(b.m == [[dict(a=i)] if i % 2 else None for i in b.i] for b in rest)
+    rows = load_rows("a.jsonl", streaming=True)
+    easy_first = Stream(rows, lambda rows: Prompts(rows, Chat(), shuffle=False), window=32)
+    assert easy_first.take(250).i == ([*range(100)]*3)[:250]
+    windows = stream(window=50).take(100).i
+    assert windows[50:] != [i + 50 for i in windows[:50]]       # another order in each
     with pytest.raises(ValueError, match="windows of 32 rows, this stream of 16"):
         stream(window=16).load_state_dict(whole.state_dict())
     lines("a.jsonl", *(dict(prompt=f"q{i}", i=i, m=None) for i in range(100)))
@@ -299,7 +304,7 @@ def test_a_resumed_stream_does_not_read_again_what_came_before(parts, monkeypatc
     assert {len(m[0]) for m in drawn[0].m} == {1}
 
 
-def test_streams_are_converted_mixed_and_named_by_line(parts):
+def test_streams_are_converted_mixed_and_named_by_line(parts, monkeypatch):
     lines("pairs.jsonl", *(dict(prompt="a", chosen=f"b{i}", rejected="c") for i in range(50)))
     assert stream("pairs.jsonl", Preferences).take(40).unit.tolist() == [i for i in range(40) for _ in range(2)]
     mixed = [r["prompt"][0] for r in load_rows([dict(path="a.jsonl", weight=1), dict(path="pairs.jsonl", weight=1,
@@ -307,6 +312,9 @@ def test_streams_are_converted_mixed_and_named_by_line(parts):
     assert len(mixed) == 100 and 30 < mixed.count("a") < 70
     both = load_rows(["a.jsonl", dict(path="a.jsonl", limit=5, epochs=2)], streaming=True, where=lambda r: r["i"] > 2)
     assert [r["i"] for r in both] == [*range(3, 100)] + [*range(3, 8)]*2
+    for part in range(20, 60):      # wherever a part ends
+        monkeypatch.setattr("rlblocks.data.files.PART", part)
+        assert [r["i"] for r in load_rows("a.jsonl", streaming=True)] == list(range(100))
     train, held = hold_out(load_rows("a.jsonl", streaming=True), .2)
     assert not {r["i"] for r in train} & {r["i"] for r in held} and 10 < len(list(held)) < 30
     with open("a.jsonl", "a") as f: f.write('{"prompt": 3}\n{"prompt": "last"}\n')
@@ -392,7 +400,9 @@ def test_without_datasets_it_says_what_to_install(monkeypatch):
 def test_longer_prompts_are_left_out_and_counted():
     rows = [dict(prompt="a"*n, n=n) for n in (3, 9, 4)]
     data = Prompts(rows, Chat(), max_tokens=4, drop_longer=True, shuffle=False)
-    assert data.take(2).n == [3, 4] and data.longer == 1 and "1 longer than 4 left out" in repr(data)
+    batch = data.take(2)
+    assert (batch.n, batch.prompt, batch.lengths.tolist()) == ([3, 4], ["aaa", "aaaa"], [3, 4])
+    assert data.longer == 1 and "1 longer than 4 left out" in repr(data)
     with pytest.raises(ValueError, match="all 3 prompts have more than 2"):
         Prompts(rows, Chat(), max_tokens=2, drop_longer=True)
 

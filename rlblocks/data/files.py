@@ -91,7 +91,6 @@ def json_lines(path:Path, start:int=0, end:float|int=float("inf"))->Placed:
             if end < float("inf"):
                 if place >= end: return
                 place += len(line)
-            if n == 1 and not start: line = line.removeprefix(b"\xef\xbb\xbf")
             if not line.isspace(): yield n, parsed(line)
 
 def json_file(path:Path)->Placed:
@@ -155,7 +154,7 @@ def table_file(path:Path)->Placed:
 def rows_of_file(path:Path)->Placed:
     "Read the rows of a file. ValueError, naming it, for what cannot be read at all."
     read = dict(lines=json_lines, json=json_file, csv=csv_file, text=text_file, parquet=table_file, arrow=table_file)
-    try: yield from read[kind_of_file(path)](path)
+    try: yield from read[kind_of_file(path) or ""](path)
     except (FileNotFoundError, ImportError): raise
     except Exception as e: raise ValueError(f"load_rows: {path} cannot be read: {type(e).__name__}: {e}") from e
 
@@ -390,6 +389,7 @@ def as_dataset(rows:Iterable[dict], size:int=10_000)->Any: # datasets.Dataset
 def plain_table(source:Source, pieces:Sequence)->Any: # pyarrow.Table, or None
     "Read lines of texts, whole numbers and booleans that are standard rows as they stand; None for anything else."
     import pyarrow as pa
+    import pyarrow.compute
     import pyarrow.json
     busy = (source.where, source.chat, source.system, source.limit, source.dedup, source.order_by)
     if any(x is not None and x is not False for x in busy) or source.epochs != 1: return None
@@ -414,7 +414,7 @@ def plain_table(source:Source, pieces:Sequence)->Any: # pyarrow.Table, or None
     table = table.select(list(new.values())).rename_columns(list(new))
     texts = [table[k] for k in FORMATS[source.format].needs]
     if any(x.type != pa.string() or x.null_count for x in texts): return None
-    return None if "prompt" in new and pa.compute.equal(table["prompt"], "").to_pylist().count(True) else table
+    return None if "prompt" in new and pyarrow.compute.equal(table["prompt"], "").to_pylist().count(True) else table
 
 # %% ../../nbs/data/17_files.ipynb #61dc41a9
 def listed_sources(source)->list[dict]:
@@ -463,7 +463,8 @@ def ordered(rows, by)->list[dict]:
     if isinstance(by, str):
         absent = next((row for row in rows if row.get(by) is None), None)
         if absent is not None: raise ValueError(f"load_rows: order_by={by!r}, a row has {listed(by, absent)}")
-    return sorted(rows, key=by if callable(by) else lambda row: row[by])
+    key:Any = by if callable(by) else lambda row: row[by]
+    return sorted(rows, key=key)
 
 def mixture(parts, sources, seed)->Iterable[dict]:
     "The sources one behind the other; with weights in these shares, alternating, none read more than its epochs."
@@ -560,12 +561,12 @@ def load_rows(
     """Read files into standard rows for `Prompts`, `Demonstrations`, `Preferences` and `Feedback`.
 
     ValueError for a row that is malformed or of no format, FileNotFoundError with the nearest name."""
-    said = dict(split=split, name=name, columns=columns, format=format, system=system, chat=chat, where=where,
-                on_error=on_error)
+    said:dict[str, Any] = dict(split=split, name=name, columns=columns, format=format, system=system, chat=chat,
+                               where=where, on_error=on_error)
     need_datasets()
     sources = [Source(**(said | one)) for one in listed_sources(source)]
     if streaming: return streamed(sources, limit, dedup, order_by, seed)
-    readers = []
+    readers, pieces = [], []
     for s in sources:
         pieces = s.pieces()
         s.recognise(pieces)

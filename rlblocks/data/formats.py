@@ -9,7 +9,7 @@ __all__ = ['FORMATS', 'Format', 'recognised', 'standard', 'as_chat']
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from .columns import listed
 from .media import COLUMNS, media_columns
@@ -281,7 +281,7 @@ def standard(
     format=None,      # a name of FORMATS, or a function row -> standard row; None: recognised by the columns
 )->dict:              # the standard row, with all other columns
     "Convert one row. ValueError for a row that is malformed, or of no format."
-    if callable(format): return format(dict(row))
+    if callable(format): return cast(Any, format)(dict(row))
     if format is not None and format not in FORMATS:
         raise ValueError(f"format={format!r} is none of {listed(str(format), FORMATS)}")
     kind = FORMATS[format or recognised(row)]
