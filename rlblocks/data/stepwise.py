@@ -77,7 +77,7 @@ class StepFeedback(Judged):
         self._ends = [last_tokens(mask) for mask in masks]
         for i, ends in zip(picks, self._ends, strict=True):
             if len(ends) != len(self.row(i)["steps"]): raise ValueError(self.about(i, "a step has no token of its own"))
-        masks = [[at >= ends[0] or x for at, x in enumerate(mask)] for mask, ends in zip(masks, self._ends, strict=True)]
+        masks = [[i >= mask.index(True) for i in range(len(mask))] for mask in masks]
         super()._keep(picks, texts, ids, masks, *rest)
         self._group = {text: k for k, text in enumerate(dict.fromkeys(texts))}
 
