@@ -11,10 +11,10 @@ def problems(n, *, seed=0, held_out=False, slips=0.25):
     others."""
     rng, rows = random.Random(f"steps {seed} {held_out}"), []
     while len(rows) < n:
-        start = total = rng.randint(1, 6)
+        start = total = rng.randint(1, 4)
         moves = []
         for _ in range(rng.randint(2, 3)):
-            move = rng.choice([m for m in range(-3, 4) if m and 0 <= total + m <= 7])
+            move = rng.choice([m for m in (-2, -1, 1, 2) if 0 <= total + m <= 5])
             moves.append(move)
             total += move
         prompt = f"{rng.choice(NAMES)} has {start} {rng.choice(THINGS)}, {', '.join(map(told, moves))}.\n"
