@@ -131,8 +131,8 @@ def test_a_process_reward_model_is_read_at_steps(tutorials, words, tmp_path):
     z = judge.scores(b).diff(dim=-1)[..., 0]
     right = b.steps & (b.step_labels == 1)
     good, bad = z[right][:, None], z[b.steps & ~right]
-    seen = floats(loop(here, StepFeedback(rows, tok), StepFeedback(rows[:20], tok, shuffle=False), model=tmp_path/"judge",
-                       steps=1, rows=1, lr=0., warmup=1))[0]
+    exam = StepFeedback(rows[:20], tok, shuffle=False)
+    seen, = floats(loop(here, StepFeedback(rows, tok), exam, model=tmp_path/"judge", steps=1, rows=1, lr=0., warmup=1))
     assert seen["auc"] == pytest.approx(((good > bad).float() + (good == bad).float()/2).mean().item(), abs=1e-5)
 
 
@@ -172,9 +172,9 @@ def test_conditional_sft_asks_for_the_best_and_learns_all(tutorials, words, tmp_
         return long_or_short(completions)
     loop = loop_from(f"{tutorials}/conditional_sft.ipynb:conditional_sft")
     def run(folder, steps=4):
-        return loop(here, Prompts([dict(prompt=r["prompt"], answer=r["answer"]) for r in train], tok), reward, model=net,
-                    tokenizer=tok, labels=labels, lr=1e-3, steps=steps, rows=4, explore=2, prompts=3, n=2, max_tokens=4,
-                    checkpoint=Checkpoint(folder, every=1))
+        data = Prompts([dict(prompt=r["prompt"], answer=r["answer"]) for r in train], tok)
+        return loop(here, data, reward, model=net, tokenizer=tok, labels=labels, lr=1e-3, steps=steps, rows=4,
+                    explore=2, prompts=3, n=2, max_tokens=4, checkpoint=Checkpoint(folder, every=1))
     straight = floats(run(None))
     assert ["reward" in r for r in straight] == [True, False]*2 and set(asked) <= {r["prompt"] for r in train}
     with contextlib.closing(run(tmp_path)) as started: next(started), next(started)

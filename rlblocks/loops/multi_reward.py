@@ -12,7 +12,7 @@ from .. import (
 
 def multi_reward(
     pool,                        # where models live: here, SpmdPool(), RayPool(…)
-    data:Preferences,            # pairs to learn from: a column of verdicts for each head, 1 chosen, 0 rejected, .5, None
+    data:Preferences,            # pairs, with a column of verdicts for each head: 1 chosen is better, 0, .5 or None
     held_out:Preferences,        # pairs to look at
     *,
     model,                       # name or folder of the policy, or a module

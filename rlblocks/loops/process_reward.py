@@ -34,7 +34,7 @@ def process_reward(
                         micro_tokens=micro_tokens)
     exam = held_out.take(len(held_out))
 
-    def loss(out, b): return process_reward_loss(out.scores, b.step_labels, b.steps, denom=b)
+    def loss(out, b): return process_reward_loss(out.scores, b.step_labels, b.steps & b.mask, denom=b)
 
     def look():
         z = scorer.scores(exam)
