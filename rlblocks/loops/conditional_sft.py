@@ -50,11 +50,11 @@ def conditional_sft(
         seen = {}
         if step % explore == 0:
             rollout.load(policy.weights())
-            plain = data.take(prompts)
-            asked = Prompts([p + labels[-1] for p in plain.prompt], tok, shuffle=False).take(prompts)
+            plain, best = data.take(prompts), labels[-1] if state["answers"] else ""
+            asked = Prompts([p + best for p in plain.prompt], tok, shuffle=False).take(prompts)
             for name in plain.columns.keys() - asked.columns.keys(): asked[name] = plain.columns[name]
             batch = rollout.generate(asked, group_size=n, seed=(seed, step))
-            batch["prompt"] = [p.removesuffix(labels[-1]) for p in batch.prompt]
+            batch["prompt"] = [p.removesuffix(best) for p in batch.prompt]
             scores = grader.score(batch)
             state["answers"] += [x for x in zip(batch.prompt, batch.completion, scores.tolist(), strict=True)
                                  if x[1] and x[2] == x[2]]      # neither empty nor without a score
