@@ -126,6 +126,7 @@ parity: .venv/.peers
 
 export: .venv/.dev
 	$(BIN)/nbdev-export
+	$(BIN)/nbdev-export --path tutorials
 	$(BIN)/nbdev-clean --fname nbs
 	$(BIN)/nbdev-clean --fname tutorials
 

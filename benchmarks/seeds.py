@@ -66,11 +66,10 @@ def run(name, seed, folder, rollout):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    import rlblocks
+    from rlblocks import loops
     os.chdir(TUTORIALS)
     sys.path.insert(0, str(TUTORIALS))
-    find = rlblocks.loop_from
-    rlblocks.loop_from = lambda spec: kept(find(spec), folder) if spec == "sft.ipynb:sft" else find(spec)
+    loops.sft = kept(loops.sft, folder)
     cells = ["".join(c["source"])
              for c in json.loads(Path(f"{name}.ipynb").read_text())["cells"] if c["cell_type"] == "code"]
     if sum("seed = 0\n" in c for c in cells) != 1: raise SystemExit(f"{name}: one line `seed = 0` is wanted")

@@ -10,9 +10,10 @@ from conftest import ROOT
 
 # packages from the lowest to the highest, each with its floor (DESIGN 2)
 ROOMS = dict(arithmetic=0, signals=1, losses=1, testing=1, data=2, engines=3, models=3, samplers=3,
-             rollout=3, graders=3, environments=3, endpoint=3, checkpoint=3, placement=4, people=5)
+             rollout=3, graders=3, environments=3, endpoint=3, checkpoint=3, placement=4, loops=5, people=5)
 HEAVY = ["transformers", "datasets", "ray", "vllm", "deepspeed", "matplotlib", "peft", "IPython"]
 BOOKS = sorted(ROOT.glob("nbs/*/*.ipynb"))
+TUTORIALS = sorted(ROOT.glob("tutorials/*.ipynb"))
 
 
 def module_of(path):
@@ -21,7 +22,8 @@ def module_of(path):
     return found and found[1]
 
 
-FLOORS = {module_of(path): ROOMS[path.parent.name] for path in BOOKS}
+FLOORS = {module_of(path): ROOMS[path.parent.name] for path in BOOKS} | {
+    module_of(path): ROOMS["loops"] for path in TUTORIALS if module_of(path)}
 MODULES = sorted(".".join(p.relative_to(ROOT/"rlblocks").with_suffix("").parts)
                  for p in (ROOT/"rlblocks").glob("*/*.py") if not p.stem.startswith("_"))
 

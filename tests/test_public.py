@@ -19,7 +19,8 @@ from test_floors import FLOORS, MODULES, ROOMS
 
 NOTEBOOKS = sorted([*ROOT.glob("nbs/**/*.ipynb"), *ROOT.glob("tutorials/*.ipynb")])
 TUTORIALS = sorted(ROOT.glob("tutorials/*.ipynb"))
-SENSES = [p for p in TUTORIALS if p.name.startswith(("vlm_", "audio_"))]      # they import the loops of others
+OWN_LOOP = [p for p in TUTORIALS if "default_exp loops." in p.read_text(encoding="utf-8")]
+OTHERS = [p for p in TUTORIALS if p not in OWN_LOOP]       # they import the loops of these
 MARKDOWN = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")
 EQUATION = re.compile("[=≤≥∈∑Σ∝−·√]")
 SOURCE = re.compile(r"\b(19|20)\d\d\b")
@@ -98,11 +99,13 @@ def exported(tmp_path_factory):
     pytest.importorskip("nbdev")
     there = tmp_path_factory.mktemp("export")
     for name in ("pyproject.toml", "settings.ini", "README.md"): shutil.copy(ROOT/name, there)
-    for name in ("nbs", "rlblocks"):
+    for name in ("nbs", "tutorials", "rlblocks"):
         shutil.copytree(ROOT/name, there/name, ignore=shutil.ignore_patterns("__pycache__", "_proc"))
     for module in MODULES: (there/"rlblocks"/f"{module.replace('.', '/')}.py").unlink()
-    run = subprocess.run([Path(sys.executable).with_name("nbdev-export")], cwd=there, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+    for more in ([], ["--path", "tutorials"]):
+        run = subprocess.run([Path(sys.executable).with_name("nbdev-export"), *more], cwd=there, capture_output=True,
+                             text=True)
+        assert run.returncode == 0, run.stderr
     return there/"rlblocks"
 
 
@@ -360,25 +363,29 @@ def strangers(tree, loop):
                                                  ast.Load)} | {a.arg for a in ast.walk(loop) if isinstance(a, ast.arg)}
     own |= {f.name for f in ast.walk(loop) if isinstance(f, ast.FunctionDef)}
     return {n.id for n in names} - own - set(dir(builtins)) - {n for n, module in origin.items()
-                                                               if module.split(".")[0] in ("torch", "rlblocks")}
+                                                               if module.split(".")[0] in ("torch", "rlblocks",
+                                                                                       "collections")}
 
 
-@pytest.mark.parametrize("path", SENSES, ids=lambda p: p.name)
-def test_a_tutorial_with_media_has_the_loops_of_the_others(path):
+@pytest.mark.parametrize("path", OTHERS, ids=lambda p: p.name)
+def test_a_tutorial_without_a_loop_of_its_own_runs_those_of_others(path):
     code = code_of(path)
-    assert not loops(ast.parse(code))
-    wanted = re.findall(r'loop_from\("(\w+\.ipynb):(\w+)"\)', code)
-    assert wanted and all(name in {f.name for f in loops(ast.parse(code_of(ROOT/"tutorials"/file)))}
-                          for file, name in wanted)
+    assert not loops(ast.parse(code)) and "from rlblocks.loops import " in code
 
 
-@pytest.mark.parametrize("path", [p for p in TUTORIALS if p not in SENSES], ids=lambda p: p.name)
-def test_a_tutorial_is_one_loop_that_fits_a_page(path):
+def test_every_loop_can_be_imported():
+    from rlblocks import loops as lib
+    assert sorted(lib.__all__) == sorted(re.search(r"default_exp loops\.(\w+)", p.read_text(encoding="utf-8"))[1]
+                                         for p in OWN_LOOP)
+    assert all(inspect.isgeneratorfunction(getattr(lib, name)) for name in lib.__all__)
+
+
+@pytest.mark.parametrize("path", OWN_LOOP, ids=lambda p: p.name)
+def test_a_tutorial_is_one_loop(path):
     tree = ast.parse(code_of(path))
     found = loops(tree)
     assert len(found) == 1, f"one generator function is wanted, there are {[f.name for f in found]}"
     loop, = found
-    assert loop.end_lineno - loop.lineno + 1 <= 60, f"{loop.name} has {loop.end_lineno - loop.lineno + 1} lines"
     assert not strangers(tree, loop), (
         f"{loop.name} needs {', '.join(sorted(strangers(tree, loop)))}, neither torch nor rlblocks nor its own "
         "argument")

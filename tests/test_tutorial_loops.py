@@ -1,25 +1,23 @@
 "Loops of tutorials that say they are GRPO's but for the line that samples."
-import json
+import inspect
 
 import pytest
-from conftest import ROOT
+from rlblocks import loops
 
 # what stands in a loop instead of GRPO's line that samples, and what it reports instead of the length
 SAMPLES = {
-    "code_reward": ([], []),
-    "tools": (["batch = rollouts(rollout, env, data.take(prompts), group_size=group_size, seed=(seed, step))"],
+    "tool_grpo": (["batch = rollouts(rollout, env, data.take(prompts), group_size=group_size, seed=(seed, step))"],
               ["yield dict(step=step, reward=batch.scores.mean().item(), "
                "calls=batch.n_turns.float().mean().item() - 1,", "**metrics)"]),
-    "agent_endpoint": (["with Endpoint(rollout) as at:",
+    "agent_grpo": (["with Endpoint(rollout) as at:",
                         "batch = at.run(agent, data.take(prompts), group_size=group_size, seed=(seed, step), "
                         "deadline=deadline)"], [])}
 
 
 def body(name):
     "Lines of the loop, without its signature."
-    cells = json.loads((ROOT/"tutorials"/f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
-    [text] = [t for t in ("".join(c["source"]) for c in cells if c["cell_type"] == "code") if "\ndef grpo(" in t]
-    return [line.strip() for line in text.split("\ndef grpo(")[1].split("):\n", 1)[1].splitlines() if line.strip()]
+    text = inspect.getsource(getattr(loops, name)).split("\n):\n", 1)[1]
+    return [line.strip() for line in text.splitlines() if line.strip()]
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -44,7 +44,7 @@ def test_grpo_with_tools(tutorials, tmp_path):
     import calculator
     from word_problems import transformer
     train, tok = calculator.problems(60), calculator.tokenizer()
-    sft, grpo = (loop_from(f"{tutorials}/{name}") for name in ("sft.ipynb:sft", "tools.ipynb:grpo"))
+    sft, grpo = (loop_from(f"{tutorials}/{name}") for name in ("sft.ipynb:sft", "tools.ipynb:tool_grpo"))
     data = Demonstrations(calculator.demonstrations(train, sloppy=0.), tok)
     warm_up = list(sft(here, data, model=transformer(tok, width=32, heads=2), tokenizer=tok, steps=40, warmup=4,
                        rows=16, save=tmp_path/"warm"))
@@ -72,7 +72,7 @@ def test_grpo_of_an_agent_behind_an_endpoint(tutorials, tmp_path):
     notebook, agent = tutorials/"agent_endpoint.ipynb", {}
     cells = ("".join(c["source"]) for c in json.loads(notebook.read_text(encoding="utf-8"))["cells"])
     exec(next(c for c in cells if "async def clerk" in c), agent)
-    grpo = loop_from(f"{notebook}:grpo")
+    grpo = loop_from(f"{notebook}:agent_grpo")
     asked = [dict(prompt=[dict(role="user", content=q)], question=q, ledger=dict(eggs=i), answer=str(i))
              for i, q in enumerate(["How many eggs are left?", "Count the eggs, please."])]
     tok = tokenizer(["user\nHow many eggs are left?", "assistant\nCount the eggs, please."])

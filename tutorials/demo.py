@@ -16,7 +16,7 @@ from tqdm import tqdm
 from transformers.utils import logging
 from word_problems import problems, questions, right, tokenizer, transformer
 
-from rlblocks import Demonstrations, Prompts, Rollout, here, loop_from
+from rlblocks import Demonstrations, Prompts, Rollout, here, loops
 
 HERE = Path(__file__).resolve().parent
 COLUMNS = ("step", "reward", "kl", "clip_frac", "grad_norm", "length")
@@ -37,16 +37,15 @@ def run(out, seed, *, sft_steps=500, steps=100, held_out=400):
     tok = tokenizer(r["prompt"] + r["completion"] for r in train)
     warm, tuned = str(out/f"sft-{seed}"), str(out/f"grpo-{seed}")
 
-    sft = loop_from(f"{HERE}/sft.ipynb:sft")(here, Demonstrations(train, tok, seed=seed),
-                                             model=transformer(tok, seed=seed), tokenizer=tok, lr=4e-3, steps=sft_steps,
-                                             save=warm)
+    sft = loops.sft(here, Demonstrations(train, tok, seed=seed),
+                    model=transformer(tok, seed=seed), tokenizer=tok, lr=4e-3, steps=sft_steps, save=warm)
     print(f"SFT, {sft_steps} steps; then GRPO, {steps} steps", flush=True)
     losses = [float(m["loss"]) for m in tqdm(sft, total=sft_steps, desc=f"SFT, seed {seed}", unit="step", disable=None)]
     before = tuple(accuracy(warm, test))
 
     data = Prompts(questions(train), tok, seed=seed)
-    grpo = loop_from(f"{HERE}/grpo.ipynb:grpo")(here, data, right, model=warm, lr=1e-3, steps=steps, prompts=64,
-                                                group_size=8, minibatches=4, max_tokens=6, seed=seed, save=tuned)
+    grpo = loops.grpo(here, data, right, model=warm, lr=1e-3, steps=steps, prompts=64,
+                      group_size=8, minibatches=4, max_tokens=6, seed=seed, save=tuned)
     print("  ".join(f"{c:>9}" for c in COLUMNS))
     rewards = []
     for m in tqdm(grpo, total=steps, desc=f"GRPO, seed {seed}", unit="step", disable=None):

@@ -73,7 +73,7 @@ def lora_config(
         name, config = lora, copy(like) if like else peft.LoraConfig(**DEFAULT)
     elif isinstance(lora, (str, Path)): path, config = lora, None
     else:
-        raise TypeError(f"lora is a {type(lora).__name__}; a rank, a dict of LoraConfig's arguments, a peft.LoraConfig, "
+        raise TypeError(f"lora is a {type(lora).__name__}; a rank, arguments of LoraConfig as a dict, a LoraConfig, "
                         "an adapter's folder, a name or None is wanted")
     if path is not None: config = _config_in(Path(path))
     if not name.isidentifier(): raise ValueError(f"lora: name={name!r}; a plain word is wanted, as in Python")
