@@ -80,6 +80,7 @@ INSIDE = dict(
     renderers={"Message", "Parsed", "Rendered", "message_of", "next_ids"}, # of environments
     prompts={"encode", "prompt_ids", "render"}, demonstrations={"segments"},
     packing={"common_prefix"}, # `shared_prefix` unchecked
+    stepwise={"last_tokens"},
     ragged={"ragged"}, # would hide its module
 )
 
