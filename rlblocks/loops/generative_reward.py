@@ -6,7 +6,6 @@
 __all__ = ['generative_reward']
 
 # %% ../../tutorials/generative_reward.ipynb #ff303fa9
-from functools import partial
 import torch
 from .. import Checkpoint, Demonstrations, Policy, adamw, generative_scores, sft_loss, writable
 
@@ -40,9 +39,10 @@ def generative_reward(
     ids     = dict(yes=tuple(said[good].unique().tolist()), no=tuple(said[~good].unique().tolist()))
 
     def loss(out, b): return sft_loss(out.logprobs, b.mask, denom=b)
+    def says_yes(logits): return generative_scores(logits, **ids)
 
     def look():
-        s = policy.measure(exam, partial(generative_scores, **ids)).gather(1, verdict)[:, 0]
+        s = policy.measure(exam, says_yes).gather(1, verdict)[:, 0]
         above = (s[good][:, None] > s[~good]).float() + (s[good][:, None] == s[~good]).float()/2
         return dict(auc=above.mean().item(), accuracy=((s > .5) == good).float().mean().item())
 
