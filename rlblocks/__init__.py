@@ -89,6 +89,7 @@ try:
     from rlblocks.data.preferences import Feedback, Preferences, as_feedback
     from rlblocks.data.demonstrations import Demonstrations
     from rlblocks.data.files import hold_out, load_rows
+    from rlblocks.data.stepwise import StepFeedback
     from rlblocks.data.media import Media
     from rlblocks.data.prompts import Prompts, Stream
     from rlblocks.data.ragged import Ragged, from_arrow, to_arrow
@@ -232,9 +233,9 @@ __all__ = [
     "Last", "Max", "Mean", "Media", "Metric", "Number", "OptimizerSpec", "Over", "Packed", "Policy", "Pools",
     "Preferences",
     "Prompts", "PythonTool", "Ragged", "RayPool", "RemoteReward", "Renderer", "Response", "Retries", "Rollout",
-    "Sandbox", "Scorer", "Search", "Session", "SpmdPool", "Step", "Stream", "TextRenderer", "Whole", "a2po_loss",
-    "adamw",
-    "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward",
+    "Sandbox", "Scorer", "Search", "Session", "SpmdPool", "Step", "StepFeedback", "Stream", "TextRenderer", "Whole",
+    "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate",
+    "alpha_reward",
     "alphapo_loss", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss",
     "as_feedback", "assert_on_policy", "asymre_loss", "at_last_token", "at_tokens", "balance", "balance_families",
     "bco_delta", "bco_loss", "bco_pair_loss", "best_of_n_advantages", "best_rows", "best_worst_pairs",

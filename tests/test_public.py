@@ -81,6 +81,7 @@ INSIDE = dict(
     formats={"FORMATS", "Format", "as_chat", "recognised", "standard"}, # `load_rows` applies them
     prompts={"encode", "prompt_ids", "render"}, demonstrations={"segments"},
     packing={"common_prefix"}, # `shared_prefix` unchecked
+    stepwise={"last_tokens"},
     ragged={"ragged"}, # would hide its module
 )
 

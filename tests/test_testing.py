@@ -824,7 +824,13 @@ def test_a_module_keeps_its_weights():
 
 # -- the tutorials' own
 
-GIVEN = dict(kto=dict(kl=torch.full((16,), .1))) # columns that a loop adds to its batch
+# columns that a loop adds to its batch, and scores that are no number a row
+GIVEN = dict(
+    kto=dict(inputs=dict(kl=torch.full((16,), .1))),
+    multi_reward=dict(inputs=dict(prefer=torch.rand(16, 2), told=torch.rand(16, 2) < .8), per_row=("prefer", "told"),
+                      outputs=dict(scores=torch.randn(16, 2))),
+    process_reward=dict(inputs=dict(steps=torch.rand(16, 16) < .3, step_labels=torch.randint(2, (16, 16))),
+                        outputs=dict(scores=torch.randn(16, 16, 2))))
 
 
 def closures():
@@ -845,7 +851,7 @@ def closures():
 
 @pytest.mark.parametrize(("loop", "loss"), closures())
 def test_every_tutorial_obeys_every_law(loop, loss):
-    held = check_loss(loss, GIVEN.get(loop))
+    held = check_loss(loss, **GIVEN.get(loop, {}))
     assert set(held) >= {*LAWS, "mean"}
     of_advantages = (loop.endswith("grpo") or loop == "offline") or loss.__name__ == "policy_loss"
     assert ({"scale", "reinforce"} <= set(held)) == of_advantages

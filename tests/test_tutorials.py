@@ -2,14 +2,15 @@
 
 Those of DPO, KTO, reward models, RLHF, async and best-of-n are in tests/test_preferences.py, GRPO and PPO in
 tests/test_spmd.py."""
+import contextlib
 import json
 import math
 import sys
 
 import pytest
 import torch
-from rlblocks import (Calculator, Demonstrations, Grader, Prompts, Rollout, here, loop_from, save_rollouts,
-                      tool_environment)
+from rlblocks import (Calculator, Checkpoint, Demonstrations, Grader, Preferences, Prompts, Rollout, Scorer,
+                      StepFeedback, here, loop_from, save_rollouts, tool_environment)
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +100,83 @@ def test_offline_from_saved_rollouts(tutorials, tmp_path):
     checked(offline(here, tmp_path/"rows", model=net, tokenizer=tok, lr=1e-3, minibatches=2,
                     save=tmp_path/"trained"), 2)
     assert moved(tmp_path/"trained", net)
+
+
+# -- reward models of other kinds, and SFT on labels
+
+@pytest.fixture(scope="module")
+def words(tutorials):
+    "Problems in words, their tokenizer, and a small network."
+    from word_problems import problems, tokenizer, transformer
+    train = problems(40)
+    tok = tokenizer([*(r["prompt"] + r["completion"] for r in train), "3+4=7\n 0 1 Right? Score:"])
+    return train, tok, transformer(tok, width=32, heads=2)
+
+
+def floats(rows): return [{k: float(v) for k, v in r.items()} for r in rows]
+
+
+def test_a_process_reward_model_is_read_at_steps(tutorials, words, tmp_path):
+    "Also an outcome reward model: solutions with a label on the last step only."
+    from step_problems import judged, problems
+    rows = [dict(prompt=r["prompt"], steps=(steps := r["completion"].splitlines(keepends=True)),
+                 labels=judged(steps, r["start"], r["moves"])) for r in problems(30)]
+    _, tok, net = words
+    loop = loop_from(f"{tutorials}/process_reward.ipynb:process_reward")
+    first, _, last = floats(loop(here, StepFeedback(rows, tok), StepFeedback(rows[:20], tok), model=net, tokenizer=tok,
+                                 lr=1e-3, steps=3, rows=8, every=2, save=tmp_path/"judge"))
+    assert first["auc"] == .5 and first["loss"] == pytest.approx(math.log(2)) and last["loss"] < first["loss"]
+    judge, b = Scorer(tmp_path/"judge"), StepFeedback(rows, tok, shuffle=False).take(20)
+    assert judge.names == ["wrong", "right"] and ((judge.scores(b) != 0).any(-1) == b.steps).all()
+    z = judge.scores(b).diff(dim=-1)[..., 0]
+    right = b.steps & (b.step_labels == 1)
+    good, bad = z[right][:, None], z[b.steps & ~right]
+    exam = StepFeedback(rows[:20], tok, shuffle=False)
+    seen, = floats(loop(here, StepFeedback(rows, tok), exam, model=tmp_path/"judge", steps=1, rows=1, lr=0., warmup=1))
+    assert seen["auc"] == pytest.approx(((good > bad).float() + (good == bad).float()/2).mean().item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("safety", [None, "safe"])
+def test_a_reward_model_with_two_heads_learns_each_from_its_verdicts(tutorials, words, safety):
+    "`safe` likes the answers that `helpful` does not; a verdict that nobody gave moves nothing."
+    train, tok, net = words
+    rows = [dict(prompt=r["prompt"], chosen=f" {r['answer']}", rejected=" 0 1", helpful=1., safe=None if i % 2 else 0.,
+                 chosen_unsafe=True, rejected_unsafe=False) for i, r in enumerate(train)]
+    loop = loop_from(f"{tutorials}/multi_reward.ipynb:multi_reward")
+    data = (Preferences(rows, tok, seed=s) for s in range(2))
+    first, *_, last = floats(loop(here, *data, model=net, tokenizer=tok, safety=safety, lr=5e-3, warmup=1, steps=12,
+                                  n_pairs=16, every=11))
+    assert first["held_out_helpful"] == first["held_out_safe"] == .5
+    assert last["held_out_helpful"] > .9 and last["held_out_safe"] > .9 and ("safe_sign" in last) == bool(safety)
+
+
+def test_a_judge_learns_verdicts_as_text(tutorials, words, tmp_path):
+    train, tok, net = words
+    rows = [dict(prompt=f"{r['prompt']} {i % 2} Right?", completion=f" Score: {i % 2}") for i, r in enumerate(train)]
+    loop = loop_from(f"{tutorials}/generative_reward.ipynb:generative_reward")
+    *_, last = floats(loop(here, Demonstrations(rows, tok), Demonstrations(rows[:16], tok), model=net, tokenizer=tok,
+                           lr=5e-3, warmup=1, steps=3, rows=16, save=tmp_path/"judge"))
+    from transformers import AutoModelForCausalLM
+    judge, ids = AutoModelForCausalLM.from_pretrained(tmp_path/"judge"), [tok(f" {i}").input_ids[-1] for i in (0, 1)]
+    asked = [torch.tensor([tok(r["prompt"] + " Score:").input_ids]) for r in rows[:16]]
+    sure = torch.stack([judge(x).logits[0, -1, ids].diff()[0] for x in asked])
+    assert last["auc"] == pytest.approx((sure[1::2, None] > sure[::2]).float().mean().item(), abs=.02)
+
+
+def test_conditional_sft_asks_for_the_best_and_learns_all(tutorials, words, tmp_path):
+    "The reward sees prompts without labels; the pool of answers is in the checkpoint."
+    train, tok, net = words
+    asked, labels = [], (" 0", " 1")
+    def reward(prompts, completions, **_):
+        asked.extend(prompts)
+        return long_or_short(completions)
+    loop = loop_from(f"{tutorials}/conditional_sft.ipynb:conditional_sft")
+    def run(folder, steps=4):
+        data = Prompts([dict(prompt=r["prompt"], answer=r["answer"]) for r in train], tok)
+        return loop(here, data, reward, model=net, tokenizer=tok, labels=labels, lr=1e-3, steps=steps, rows=4,
+                    explore=2, prompts=3, n=2, max_tokens=4, checkpoint=Checkpoint(folder, every=1))
+    straight = floats(run(None))
+    assert ["reward" in r for r in straight] == [True, False]*2 and set(asked) <= {r["prompt"] for r in train}
+    with contextlib.closing(run(tmp_path)) as started: next(started), next(started)
+    rest = floats(run(tmp_path))
+    assert rest == [pytest.approx(r, abs=1e-6) for r in straight[-len(rest):]] and len(rest) == 3

@@ -25,12 +25,12 @@ def problems(n, *, seed=0, held_out=False, most=5, sloppy=0.5):
     return rows
 
 
-def comparisons(n, *, seed=0, held_out=False, near=0.5):
+def comparisons(n, *, seed=0, held_out=False, near=0.5, most=5):
     """`n` rows {prompt, chosen, rejected, answer}. `chosen` is right; `rejected` is the sloppy teacher's mistake in a
     share `near` of the rows, another number from 0 to 10 in the others. The same texts are held out as by
     `problems`."""
     rng, rows = random.Random(f"comparisons {seed} {held_out}"), []
-    for r in problems(2*n, seed=seed, held_out=held_out, sloppy=1.):
+    for r in problems(2*n, seed=seed, held_out=held_out, most=most, sloppy=1.):
         wrong = r["completion"] if rng.random() < near else f" {rng.randint(0, 10)}"
         if wrong.strip() != r["answer"]:
             rows.append(dict(prompt=r["prompt"], chosen=f" {r['answer']}", rejected=wrong, answer=r["answer"]))

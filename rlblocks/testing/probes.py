@@ -227,7 +227,8 @@ def _closure_probe(fn, name, inputs, outputs, per_row):
         raise ValueError(f"check_loss: outputs has {odd!r}, and a model computes {', '.join(_OUT)}; "
                          f"a column of the batch goes into inputs=dict({odd}=…)")
     given, made = _wide_columns(inputs), {f"out.{k}": x for k,x in _wide_columns(outputs).items()}
-    per_row = ("out.scores", *per_row)
+    # of steps, [B, T, K], they are of tokens
+    if made.get("out.scores", torch.zeros(0)).ndim < 3: per_row = ("out.scores", *per_row)
     vocabulary = _sized("check_loss", given | made, per_row)
     cols, reads = _computed(vocabulary) | made | _batched(vocabulary) | given, set()
     T = cols["mask"].shape[1]
