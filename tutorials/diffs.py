@@ -24,9 +24,14 @@ def changed(loop, *changes, name=None, **more):
     scope, file = loop.__globals__ | more, f"<{loop.__name__} {name or len(linecache.cache)}>"
     linecache.cache[file] = len(new), None, new.splitlines(True), file
     exec(compile(new, file, "exec"), scope)
-    diff = [line for line in difflib.unified_diff(old.splitlines(), lines, n=0, lineterm="") if line[:2] not in
-            ("--", "++", "@@")]
-    return scope[loop.__name__], "\n".join(line[0] + " " + line[1:].strip() for line in diff)
+    hunks = re.split("(?m)^@@.*\n", "\n".join(difflib.unified_diff(old.splitlines(), lines, n=0, lineterm="")))[1:]
+    return scope[loop.__name__], "\n".join(shown(hunk.splitlines()) for hunk in hunks)
+
+
+def shown(hunk):
+    "Lines of a diff without the indentation that they have in common."
+    depth = min(len(line[1:]) - len(line[1:].lstrip()) for line in hunk if line[1:].strip())
+    return "\n".join(f"{line[0]} {line[1 + depth:]}" for line in hunk)
 
 
 def places(lines, want):
