@@ -7,6 +7,7 @@ from rlblocks.loops.best_of_n import best_of_n
 from rlblocks.loops.distill import distill
 from rlblocks.loops.dpo import dpo
 from rlblocks.loops.grpo import grpo
+from rlblocks.loops.grpo_ptx import grpo_ptx
 from rlblocks.loops.kto import kto
 from rlblocks.loops.offline import offline
 from rlblocks.loops.online_dpo import online_dpo
@@ -17,5 +18,5 @@ from rlblocks.loops.sft import sft
 from rlblocks.loops.tool_grpo import tool_grpo
 
 __all__ = [
-    "agent_grpo", "async_grpo", "best_of_n", "distill", "dpo", "grpo", "kto", "offline", "online_dpo",
+    "agent_grpo", "async_grpo", "best_of_n", "distill", "dpo", "grpo", "grpo_ptx", "kto", "offline", "online_dpo",
     "ppo", "reward_model", "rlhf", "sft", "tool_grpo"]
