@@ -27,9 +27,10 @@ NOTEBOOKS = sorted(p.relative_to(ROOT) for folder in ("nbs", "nbs/*", "tutorials
 # At full length: their loops, as they stand, run on tiny models in tests/test_spmd.py, tests/test_preferences.py and
 # tests/test_tutorials.py; layouts starts nine processes of Ray, and those of its kinds are in tests/test_ray.py.
 LONG = ["nbs/layouts.ipynb", *(f"tutorials/{name}.ipynb" for name in (
-    "agent_endpoint", "async", "audio_grpo", "best_of_n", "code_reward", "conditional_sft", "dpo", "generative_reward",
-    "grpo", "kto", "multi_reward", "offline", "ppo", "process_reward", "reward_model", "rlhf", "sft", "tools",
-    "vlm_grpo", "vlm_reward_model", "vlm_sft_dpo"))]
+    "agent_endpoint", "async", "audio_grpo", "best_of_n", "code_reward", "conditional_sft", "distill", "dpo",
+    "generative_reward", "grpo", "kto", "lora", "multi_reward", "offline", "online_dpo", "ppo", "pretrain",
+    "process_reward", "relatives", "reward_model", "rlhf", "sft", "tools", "vlm_grpo", "vlm_reward_model",
+    "vlm_sft_dpo"))]
 HOOK = 'install_import_hook(\\"rlblocks\\", \\"beartype.beartype\\")'       # as it stands in a notebook's file
 LIMIT = 1800    # seconds: a notebook that hangs, not one on a machine that has other work
 

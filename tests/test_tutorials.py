@@ -2,6 +2,7 @@
 
 Those of DPO, KTO, reward models, RLHF, async and best-of-n are in tests/test_preferences.py, GRPO and PPO in
 tests/test_spmd.py."""
+import ast
 import contextlib
 import json
 import math
@@ -180,3 +181,92 @@ def test_conditional_sft_asks_for_the_best_and_learns_all(tutorials, words, tmp_
     with contextlib.closing(run(tmp_path)) as started: next(started), next(started)
     rest = floats(run(tmp_path))
     assert rest == [pytest.approx(r, abs=1e-6) for r in straight[-len(rest):]] and len(rest) == 3
+
+
+@pytest.fixture(scope="module")
+def small(tutorials):
+    "(tokenizer, model, rows) of word problems; the model knows nothing."
+    from word_problems import problems, questions, tokenizer, transformer
+    train = problems(60)
+    tok = tokenizer([f"Carefully. {r['prompt']} {r['completion']}" for r in train])
+    return tok, transformer(tok, width=32, heads=2, std=.2), questions(train)
+
+
+def test_distillation_compares_the_same_tokens(small):
+    """A student that is its own teacher has nothing to learn, also where the teacher reads its prompts a second time;
+    one with other prompts has, and the teacher that is renewed at each step is another. An adapter does as weights."""
+    from rlblocks.loops import distill
+    tok, net, asked = small
+    def run(teacher_prompts=None, **how):
+        data, steps = Prompts(asked, tok), dict(lr=1e-2, steps=3, prompts=6, max_tokens=4, top_k=8)
+        return [float(r["divergence"]) for r in distill(here, data, teacher_prompts and Prompts(teacher_prompts, tok),
+                                                        model=net, tokenizer=tok, **steps | how)]
+    hinted = [r | dict(prompt=f"Carefully. {r['prompt']}") for r in asked]
+    for how in (dict(), dict(lora=4)):
+        assert run(**how)[0] == pytest.approx(0, abs=1e-6) and run(asked, **how)[0] == pytest.approx(0, abs=1e-6)
+        kept, renewed = (run(hinted, renew=n, **how) for n in (None, 1))
+        assert kept[:1] == renewed[:1] and kept[0] > 1e-3 and kept[1] != renewed[1]
+
+
+def test_a_students_divergence_falls_on_the_teachers_answers(small):
+    from rlblocks.loops import distill
+    from word_problems import transformer
+    tok, net, asked = small
+    teacher = transformer(tok, width=32, heads=2, std=.2, seed=1)
+    rows = list(distill(here, Prompts(asked[:4], tok), model=net, teacher=teacher, tokenizer=tok, on_policy=0., beta=0.,
+                        lr=1e-2, steps=8, prompts=4, max_tokens=4, top_k=len(tok), temperature=.01))
+    assert float(rows[-1]["divergence"]) < float(rows[0]["divergence"])/2
+
+
+@pytest.mark.parametrize("lora", [None, 4])
+def test_online_dpo_renews_its_reference(lora, small, tmp_path):
+    "Right after it the loss is that of a coin, log 2; with the reference of the start it is not."
+    from rlblocks.loops import online_dpo
+    tok, net, asked = small
+    def run(renew, folder=None):
+        return online_dpo(here, Prompts(asked, tok), long_or_short, model=net, tokenizer=tok, lora=lora, lr=1e-2,
+                          steps=4, prompts=6, group_size=4, max_tokens=4, renew=renew,
+                          checkpoint=Checkpoint(folder, every=1))
+    kept, renewed = ([float(r["loss"]) for r in run(n)] for n in (None, 2))
+    assert kept[0] == pytest.approx(math.log(2), abs=1e-5) and abs(kept[2] - math.log(2)) > 1e-3
+    assert renewed[2] == pytest.approx(math.log(2), abs=1e-5) and renewed[:2] == kept[:2]
+    started = run(2, tmp_path)
+    for _ in range(4): next(started)
+    started.close()
+    assert [float(r["loss"]) for r in run(2, tmp_path)] == pytest.approx(renewed[3:], abs=1e-6)
+
+
+def test_text_beside_a_reward_is_learned(small):
+    from rlblocks.loops import grpo_ptx
+    tok, net, asked = small
+    def nll(ptx_coef):
+        texts = Demonstrations([dict(text=r["prompt"]) for r in asked[:8]], tok)
+        rows = grpo_ptx(here, Prompts(asked, tok), texts, long_or_short, model=net, tokenizer=tok, lr=3e-3, steps=3,
+                        prompts=4, group_size=4, minibatches=2, rows=8, ptx_coef=ptx_coef, max_tokens=4)
+        return [float(r["text_nll"]) for r in rows]
+    alone, mixed = nll(0.), nll(1.)
+    assert mixed[-1] < mixed[0] - .2 and alone[-1] > mixed[-1] + .2
+
+
+def test_every_relative_is_still_a_diff_from_grpo(tutorials, small):
+    "Each takes a step on a model that knows nothing; lines that are not in GRPO are an error."
+    from diffs import changed
+    from rlblocks.loops import grpo
+    tok, net, asked = small
+    notebook = json.loads((tutorials/"relatives.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(c["source"]) for c in notebook["cells"] if c["cell_type"] == "code"]
+    imports = [n for c in cells for n in ast.parse(c).body if isinstance(n, ast.ImportFrom) and n.module == "rlblocks"]
+    exec(compile(ast.Module(imports, []), "relatives", "exec"), scope := {})
+    names = []
+    def relative(name, *changes, **how):
+        loop, diff = changed(grpo, *changes, name=name, **{k: x for k, x in scope.items() if not k.startswith("__")})
+        how = dict(prompts=2, group_size=4, minibatches=2) | how | dict(steps=1, max_tokens=4)
+        if how["group_size"] == 1: how["prompts"] = 8
+        row, = loop(here, Prompts(asked, tok), long_or_short, model=net, tokenizer=tok, lr=1e-3, **how)
+        assert math.isfinite(float(row["loss"])) and float(row["version"]) == how["minibatches"] and diff
+        names.append(name)
+    scope["relative"] = relative
+    for code in cells:
+        if "ADVANTAGES" in code or "relative(" in code and "def relative" not in code: exec(code, scope)
+    assert len(names) == len({*names}) == 20
+    with pytest.raises(ValueError, match="Odd: grpo has these lines 0 times"): changed(grpo, ("x = 1", ""), name="Odd")

@@ -23,7 +23,7 @@ from ..engines.engine import LocalOnly, ReentrantLock, locked
 from ..engines.weights import Manifest, Ticket
 from ..engines.process_group import device_of
 from ..models.validation import check_ids
-from ..models.loading import load_tokenizer
+from ..models.loading import as_pretrained, load_tokenizer
 from ..models.multimodal import placeholder_ids
 from .rows import check_prompts, check_room, check_structure, split_stop, stop_ids, texts, to_requests
 from .rows import to_rows
@@ -45,7 +45,7 @@ class Rollout(LocalOnly):
     "Sample completions for prompts, with weights that the engine can prove."
 
     def __init__(self,
-        model,                 # name, folder, nn.Module (copied) or a callable that makes one
+        model,                 # name, folder, `pretrained`, nn.Module (copied) or a callable that makes one
         *,
         engine:str|VllmSpec|SglangSpec="hf", # "hf": the model's own forward pass; "vllm", "sglang", `vllm(…)`, …
         max_tokens:int=256,    # most new tokens of a row
@@ -60,6 +60,7 @@ class Rollout(LocalOnly):
         device=None,           # None: CUDA when there is one
     ):
         "Load or copy the model. ValueError for an unknown engine or sampling numbers out of range."
+        model = as_pretrained(model).name       # quantized is what trains; the weights that sample are whole
         self.max_tokens = whole_number("Rollout", "max_tokens", max_tokens)
         self.how = check_sampling("Rollout", temperature, top_p, top_k, min_p)
         self.processor = load_tokenizer(model, tokenizer)      # or a tokenizer, for a model of text
