@@ -135,7 +135,8 @@ def test_a_run_goes_on_where_it_stopped(model, files, capsys):
 
 
 def test_a_stream_is_resumed_where_it_was(model, files):
-    how, more = dict(data="demonstrations", model=model), ["--rows", "4", "--data.streaming", "true", "--save_every", "1"]
+    how = dict(data="demonstrations", model=model)
+    more = ["--rows", "4", "--data.streaming", "true", "--save_every", "1"]
     assert command_line(ask("sft", *more, folder="whole", steps=3, **how)) == 0
     loop, given = parse(loop_of("sft"), ["--config", "whole/config.yaml", "--folder", "parts"])
     rows = run_loop(loop, given)

@@ -313,7 +313,8 @@ class Source:
         made = standard(row, self.format)
         out = []
         for one in made if isinstance(made, (list, tuple)) else [] if made is None else [made]:
-            if self.chat or self.system: one = as_chat(one, self.system) if self.chat else with_system(one, self.system)
+            if self.chat: one = as_chat(one, self.system)
+            elif self.system: one = with_system(one, self.system)
             if self.where is None or self.where(one): out.append(one)
         return out
 
@@ -389,7 +390,6 @@ def as_dataset(rows:Iterable[dict], size:int=10_000)->Any: # datasets.Dataset
 def plain_table(source:Source, pieces:Sequence)->Any: # pyarrow.Table, or None
     "Read lines of texts, whole numbers and booleans that are standard rows as they stand; None for anything else."
     import pyarrow as pa
-    import pyarrow.compute
     import pyarrow.json
     busy = (source.where, source.chat, source.system, source.limit, source.dedup, source.order_by)
     if any(x is not None and x is not False for x in busy) or source.epochs != 1: return None
@@ -414,7 +414,7 @@ def plain_table(source:Source, pieces:Sequence)->Any: # pyarrow.Table, or None
     table = table.select(list(new.values())).rename_columns(list(new))
     texts = [table[k] for k in FORMATS[source.format].needs]
     if any(x.type != pa.string() or x.null_count for x in texts): return None
-    return None if "prompt" in new and pyarrow.compute.equal(table["prompt"], "").to_pylist().count(True) else table
+    return None if "prompt" in new and "" in table["prompt"].to_pylist() else table
 
 # %% ../../nbs/data/17_files.ipynb #61dc41a9
 def listed_sources(source)->list[dict]:

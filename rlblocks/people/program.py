@@ -76,7 +76,7 @@ def program(
         args["model"] = f"pretrained({_arguments(wanted['model'])})"
     if names or wanted.get("tokenizer"): _tokenizer_line(wanted, args, use, setup, title)
     for name in names:
-        if wanted[name] is not None: setup += _data_lines(name, names, words, wanted, use, title)
+        if wanted[name] is not None: setup += _data_lines(name, names, words, wanted, use, title, given["folder"])
         args[name] = name
     for name, p in words.items():
         if is_function(p) and wanted[name] is not None: args[name] = _function(name, wanted[name], use, setup, title)
@@ -113,16 +113,17 @@ def _arguments(how): return ", ".join(f"{k}={x!r}" for k, x in how.items())
 
 _FUNCTION = re.compile(r"[\w./]+:\w+")       # my:score
 
-def _data_lines(name, names, words, wanted, use, title):
+def _data_lines(name, names, words, wanted, use, title, folder):
     "Lines that read a file into a dataset, and keep rows for the one that has no file."
-    block, kind = dict(wanted[name]), words[name].annotation
+    kept = dict(cache=f"{folder}/tokens") if folder else {}       # a run that goes on does not tokenise again
+    block, kind = kept | dict(wanted[name]), words[name].annotation
     source = block.pop("path", None)
     if source is None: raise NoLoop(f"{title}: --{name} has no path; --{name} FILE is wanted")
     share, reads = block.pop("held_out", .05), {*inspect.signature(load_rows).parameters} - {"source"}
     makes = {*inspect.signature(kind).parameters} - {"rows", "tokenizer"}
     for k in block:
         if k not in reads | makes: raise NoLoop(f"{title}: {unknown(f'key of {name}:', k, sorted(reads | makes))}")
-    use("rlblocks", "load_rows"), use("rlblocks", kind.__name__)
+    for x in ("load_rows", kind.__name__): use("rlblocks", x)
     lines = []
     def said(keys):
         texts = {k: repr(x) for k, x in block.items() if k in keys}
@@ -146,12 +147,13 @@ def _data_lines(name, names, words, wanted, use, title):
 def _function(name, place, use, setup, title):
     "The name of a function, whose import or maker is added: of a module, a reward model's folder, a server."
     if (Path(place)/"config.json").is_file():
-        use("rlblocks", "Scorer"), use("rlblocks", "scorer_reward"), use("transformers", "AutoProcessor")
+        for x in ("Scorer", "scorer_reward"): use("rlblocks", x)
+        use("transformers", "AutoProcessor")
         setup.append(f"{name} = scorer_reward(Scorer({place!r}, frozen=True), "
                      f"AutoProcessor.from_pretrained({place!r}))")
         return name
     if place.startswith(("http://", "https://")):
-        use("rlblocks", "RemoteReward"), use("os", "environ")
+        for module, x in (("rlblocks", "RemoteReward"), ("os", "environ")): use(module, x)
         setup.append(f"{name} = RemoteReward({place!r}, token=environ.get('RLBLOCKS_REWARD_TOKEN'))")
         return name
     found = named(place, f"{title}: --{name}")

@@ -65,7 +65,7 @@ def rlhf_command(
     if not given["folder"]: raise NoLoop("rlblocks rlhf: --folder FOLDER is wanted, where a stage leaves its model")
     os.environ.update({k: str(x) for k, x in given["env"].items()})
     dry = given["dry_run"] or given["show_code"]
-    stages = [(s, *_stage(s, given, dry)) for s in wanted]         # all are checked before the first runs
+    stages:list = [(s, *_stage(s, given, dry)) for s in wanted]         # all are checked before the first runs
     if given["show_code"]:
         print("\n".join(str(program(*how)) for _, *how in stages), end="")
         return 0
