@@ -56,7 +56,8 @@ def show(
     row:Mapping,
 ):
     "Print a step."
-    print("  ".join(f"{k} {x:.4g}" if isinstance(x, float) else f"{k} {x}" for k, x in plain_values(row).items()), flush=True)
+    found = plain_values(row).items()
+    print("  ".join(f"{k} {x:.4g}" if isinstance(x, float) else f"{k} {x}" for k, x in found), flush=True)
 
 class Log:
     "A file with a line of JSON for each step, each once."
@@ -116,12 +117,12 @@ def _plain_values(x):
 
 def dry_run(loop:Callable[..., Iterator[dict]], given:dict, title:str)->int: # exit code: 0 where it fits
     "Read the data, write the configuration, and say whether it fits."
-    from rlblocks.people.dry_run import memory_here, placed_by, plan_of      # a second that other commands do not need
+    from rlblocks.people.dry_run import memory_here, placed_by, plan_together      # a second of imports
     print(write_config(given, given["folder"]), end="")
     made = program(loop, given | dict(save=None, folder=None), title)
     placed = placed_by(made.start)
     where, size = memory_here() if given["dry_run"] == "here" else ("a device", given["dry_run"])
-    table = plan_of(placed, devices=given["ranks"] or int(os.environ.get("WORLD_SIZE", 1)),
+    table = plan_together(placed, devices=given["ranks"] or int(os.environ.get("WORLD_SIZE", 1)),
                     prompts=(given.get("prompts") or 64)*(given.get("group_size") or given.get("n") or 1),
                     device="cpu" if where.startswith("this machine") else "cuda")
     if table is None: print("it places no models")
@@ -162,7 +163,7 @@ So are these of the command, which no keyword may be called:
 {', '.join(OWN)}"""
 
 # other commands: the module and the function that takes the words
-OTHERS = {"doctor": "rlblocks.people.doctor:doctor", "plan": "rlblocks.people.doctor:plan_command",
+OTHERS = {"doctor": "rlblocks.people.doctor:doctor_command", "plan": "rlblocks.people.doctor:plan_command",
           "chat": "rlblocks.people.chat:chat_command", "serve-reward": "rlblocks.people.chat:serve_command",
           "rlhf": "rlblocks.people.stages:rlhf_command", "merge-lora": "rlblocks.models.lora:main",
           "convert": "rlblocks.checkpoint.convert:main"}
