@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.files import load_rows
-from .flags import is_data, is_function, keywords, unknown
+from .flags import is_data, wants_function, keywords, unknown
 from .run import NoLoop, named
 from ..placement.raypool import RayPool
 
@@ -79,7 +79,7 @@ def program(
         if wanted[name] is not None: setup += _data_lines(name, names, words, wanted, use, title, given["folder"])
         args[name] = name
     for name, p in words.items():
-        if is_function(p) and wanted[name] is not None: args[name] = _function(name, wanted[name], use, setup, title)
+        if wants_function(p) and wanted[name] is not None: args[name] = _function(name, wanted[name], use, setup, title)
     if given["folder"] and "save" in words and wanted["save"] is None: wanted["save"] = f"{given['folder']}/model"
     if given["folder"]:
         use("rlblocks", "Checkpoint")
