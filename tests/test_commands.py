@@ -15,7 +15,7 @@ import pytest
 from conftest import ROOT
 from rlblocks import loops
 from rlblocks.people.command import OTHERS, command_line, loop_of, run_loop
-from rlblocks.people.flags import comments, keywords, parse
+from rlblocks.people.flags import comments, flags, keywords, parse, read_config
 from rlblocks.people.generate import generate
 from rlblocks.people.program import program
 
@@ -37,7 +37,12 @@ def test_every_keyword_has_a_comment_and_is_read(loop):
 @pytest.mark.parametrize("word", [*OTHERS, "generate"])
 def test_every_other_command_is_there(word, capsys):
     with pytest.raises(SystemExit) as end: command_line([word, "--help"])
-    assert end.value.code == 0 and f"rlblocks {word}" in capsys.readouterr().out or word in ("merge-lora", "convert")
+    assert end.value.code == 0 and f"usage: rlblocks {word}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("loop", ALL, ids=lambda f: f.__name__)
+def test_a_loop_can_be_a_command(loop):
+    assert {*keywords(loop)} <= {a.dest for a in flags(loop)._actions}
 
 
 # -- on files
@@ -64,7 +69,8 @@ FILES = dict(
     prompts=[dict(question=p, goal=a) for p, a, _ in TEXTS],
     demonstrations=[dict(question=p, answer=a) for p, a, _ in TEXTS],
     pairs=[dict(question=p, good=a, bad=b) for p, a, b in TEXTS],
-    judged=[dict(question=p, answer=a, ok=i % 2 == 0) for i, (p, a, _) in enumerate(TEXTS)])
+    judged=[dict(question=p, answer=a, ok=i % 2 == 0) for i, (p, a, _) in enumerate(TEXTS)],
+    solutions=[dict(question=p, steps=[a, b], labels=[1, i % 2]) for i, (p, a, b) in enumerate(TEXTS)])
 NAMES = dict(question="prompt", answer="completion", good="chosen", bad="rejected", ok="label")
 COLUMNS = {name: json.dumps({k: NAMES[k] for k in rows[0] if k in NAMES}) for name, rows in FILES.items()}
 
@@ -84,6 +90,8 @@ ROUNDS = ["--prompts", "4", "--max_tokens", "4", "--reward", "mine:score"]
 STAGES = [("sft", "demonstrations", ["--rows", "4"]), ("reward", "pairs", ["--n_pairs", "4"]),
           ("dpo", "pairs", ["--n_pairs", "4"]), ("kto", "judged", ["--rows", "4", "--data.held_out", "0.4"]),
           ("ppo", "prompts", ROUNDS), ("grpo", "prompts", [*ROUNDS, "--group_size", "2"]),
+          ("process-reward", "solutions", ["--rows", "4", "--data.held_out", "0.4"]),
+          ("distill", "prompts", [*ROUNDS[:-2], "--teacher", "MODEL"]),
           ("best-of-n", "prompts", [*ROUNDS, "--n", "2", "--least", "-1"])]
 
 
@@ -96,6 +104,7 @@ def ask(name, *more, data, model, folder="runs/a", steps=2):
 @pytest.mark.parametrize(("name", "data", "more"), STAGES, ids=[s[0] for s in STAGES])
 def test_a_stage_runs_on_a_file_of_its_format(name, data, more, model, files, capsys):
     "Two steps, a log, a model; and a line that is no row is named with its place."
+    more = [str(model) if w == "MODEL" else w for w in more]
     assert command_line(ask(name, *more, data=data, model=model)) == 0
     rows = [json.loads(x) for x in (files/"runs/a/log.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows] == [0, 1] and (files/"runs/a/model/config.json").exists()
@@ -113,7 +122,7 @@ def test_the_printed_program_gives_the_same_numbers(model, files, capsys):
     words = [w.replace("runs/a", "runs/b") for w in words]
     assert command_line([*words, "--show-code"]) == 0
     text = capsys.readouterr().out
-    assert "def grpo(" in text and "from mine import score, short" in text
+    assert "def grpo(" in text and "from mine import score as reward, short as data_where" in text
     exec(compile(text, "mine_grpo.py", "exec"), dict(__name__="__main__"))
     printed = capsys.readouterr().out
     assert command_line([w.replace("runs/b", "runs/c") for w in words]) == 0
@@ -132,6 +141,14 @@ def test_a_run_goes_on_where_it_stopped(model, files, capsys):
     with (files/"parts/log.jsonl").open("a") as f: f.write('{"step": 9, "lo')
     assert command_line(["reward", "--config", "whole/config.yaml", "--folder", "parts"]) == 0
     assert (files/"parts/log.jsonl").read_text() == (files/"whole/log.jsonl").read_text()
+
+
+def test_a_reward_model_is_a_reward(model, files):
+    assert command_line(ask("reward", "--n_pairs", "4", data="pairs", model=model)) == 0
+    more = [*ROUNDS, "--group_size", "2", "--reward", "runs/a/model"]
+    assert command_line(ask("grpo", *more, data="prompts", model=model, folder="b")) == 0
+    rows = [json.loads(x) for x in (files/"b/log.jsonl").read_text().splitlines()]
+    assert len(rows) == 2 and all(r["reward"] != 0 for r in rows)
 
 
 def test_a_stream_is_resumed_where_it_was(model, files):
@@ -155,6 +172,9 @@ def test_best_of_n_into_a_file(model, files):
     assert command_line([*words, "--best", "true", "--out", "best.jsonl"]) == 0
     best = [json.loads(x) for x in (files/"best.jsonl").read_text().splitlines()]
     assert [r["scores"] for r in best] == [[max(r["scores"])] for r in rows]
+    other = [w.replace("prompts.jsonl", "judged.jsonl").replace("mine:score", "math_reward") for w in words[:-2]]
+    (files/"judged.jsonl").write_text((files/"prompts.jsonl").read_text().replace("Tom", "Ann"))
+    assert command_line(other) == 2
 
 
 RLHF = """
@@ -176,6 +196,9 @@ def test_three_stages_in_one_command(model, files, capsys):
     out, report = capsys.readouterr().out, (files/"run/report.md").read_text()
     assert "sft: done before, loss" in out and "== rlhf" in out and out.endswith(report)
     assert all(f"| {s} |" in report for s in ("sft", "reward_model", "rlhf")) and report.count("- after: ") == 4
+    assert command_line(["rlhf", "--config", "rlhf.yaml", "--rlhf.steps", "1", "--show-code"]) == 0
+    text = capsys.readouterr().out
+    assert "rlhf(" in text and "reward_model='run/reward_model/model'" in text and compile(text, "rlhf.py", "exec")
     config = (files/"run/rlhf/config.yaml").read_text()
     assert "model: run/sft/model" in config and "reward_model: run/reward_model/model" in config
     assert command_line(["rlhf", "--config", "rlhf.yaml", "--sft.lr", "1e-5"]) == 2
@@ -233,6 +256,16 @@ def test_signals_at_any_moment(files):
     assert rows == [dict(step=s, total=s*(s + 1)//2) for s in range(40)]
 
 
+@pytest.mark.shared
+@pytest.mark.skipif(not (ROOT.parent/"shared").exists(), reason="needs ../shared")
+def test_the_small_configuration_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = ["sft", "--config", "tutorials/configs/small.yaml", "--steps", "3", "--folder", str(tmp_path)]
+    assert command_line(words) == 0
+    rows = [json.loads(x) for x in (tmp_path/"log.jsonl").read_text().splitlines()]
+    assert len(rows) == 3 and rows[-1]["loss"] < 2
+
+
 CONFIGS = sorted((ROOT/"tutorials"/"configs").glob("*.yaml"))
 
 
@@ -243,7 +276,12 @@ def test_a_configuration_is_read_as_its_first_lines_say(path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mine", SimpleNamespace(right=len))       # the reward that the user writes
     command = re.search(r"#\s+rlblocks (.*)", path.read_text())[1].split()
     assert ROOT/command[command.index("--config") + 1] == path
-    if command[0] == "rlhf": return
+    if command[0] == "rlhf":
+        stages = read_config([path])
+        stages["rlhf"]["reward_model"] = "left/by/the/stage/before"
+        for name in ("sft", "reward_model", "rlhf"):
+            parse(f"rlblocks.loops:{name}", [], "rlhf", dict(model="m") | stages[name])
+        return
     loop, given = parse(loop_of(command[0]), command[1:])
     if str(given["model"])[:9] == "../shared" and not (ROOT/given["model"]).exists(): pytest.skip("needs ../shared")
     assert compile(str(program(loop, given)), path.name, "exec")

@@ -6,7 +6,8 @@ from rlblocks import loops
 
 # what stands in a loop instead of GRPO's line that samples, and what it reports instead of the length
 SAMPLES = {
-    "tool_grpo": (["batch = rollouts(rollout, env, data.take(prompts), group_size=group_size, seed=(seed, step))"],
+    "tool_grpo": (["batch = rollouts(rollout, environment, data.take(prompts), group_size=group_size, seed=(seed, "
+                   "step))"],
               ["yield dict(step=step, reward=batch.scores.mean().item(), "
                "calls=batch.n_turns.float().mean().item() - 1,", "**metrics)"]),
     "agent_grpo": (["with Endpoint(rollout) as at:",

@@ -301,7 +301,7 @@ def _mapped(file, shape, dtype):
 # %% ../../nbs/checkpoint/04_convert.ipynb #3682732a
 def main(argv:Sequence[str]|None=None):
     "Run the command; None: the words of the command line. What cannot be converted is said in a line, with code 1."
-    words = argparse.ArgumentParser(prog="python -m rlblocks.checkpoint.convert",
+    words = argparse.ArgumentParser(prog="rlblocks convert",
                                     description="Turn a checkpoint that many ranks wrote into a model folder.")
     words.add_argument("checkpoint", help="folder of a run or a save, of torch's distributed checkpoint, of DeepSpeed")
     words.add_argument("path", metavar="out", help="folder to write")

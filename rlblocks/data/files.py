@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .columns import listed, whole_number
+from .media import COLUMNS
 from .formats import FORMATS, as_chat, recognised, standard, without_none, wrong
 
 # %% ../../nbs/data/17_files.ipynb #1860539b
@@ -412,6 +413,7 @@ def plain_table(source:Source, pieces:Sequence)->Any: # pyarrow.Table, or None
         new = renamed({k: k for k in table.column_names}, source.columns or {})
     except (pa.ArrowInvalid, ValueError): return None
     table = table.select(list(new.values())).rename_columns(list(new))
+    if not {*FORMATS[source.format].needs} <= {*table.column_names}: return None
     texts = [table[k] for k in FORMATS[source.format].needs]
     if any(x.type != pa.string() or x.null_count for x in texts): return None
     return None if "prompt" in new and "" in table["prompt"].to_pylist() else table
@@ -441,9 +443,9 @@ def limited(source, pieces)->Iterator[dict]:
     return islice(rows, source.limit)
 
 def content_of(row)->str:
-    "Return what says that two rows are the same: prompts and answers, not their ids and sources."
-    names = ("prompt", "completion", "messages", "chosen", "rejected", "steps", "text")
-    return json.dumps([row.get(k) for k in names], default=str)
+    "Return what says that two rows are the same: prompts, media, answers and verdicts, not their ids and sources."
+    names = ("prompt", "completion", "messages", "chosen", "rejected", "steps", "text", "label", "labels")
+    return json.dumps([row.get(k) for k in (*names, *COLUMNS)], default=str)
 
 def distinct(rows)->Iterator[dict]:
     "Leave out rows that came before, and say how many."

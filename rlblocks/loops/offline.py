@@ -12,7 +12,7 @@ from .. import (
 
 def offline(
     pool,                        # where models live: here, SpmdPool(), RayPool(…)
-    folder,                      # of rollouts, from save_rollouts
+    rollouts,                    # folder of them, from save_rollouts
     *,
     model,                       # name or folder of the policy, or a module
     tokenizer=None,              # None: the model's own
@@ -27,12 +27,12 @@ def offline(
 ):
     if save: writable(save)
     policy = pool.place(Policy, model, tokenizer=tokenizer, lora=lora, lr=lr, engine=engine, micro_tokens=micro_tokens)
-    steps  = saved_steps(folder)
+    steps  = saved_steps(rollouts)
 
     def loss(out, b): return reinforce_loss(out.logprobs, b.advantages, b.mask, denom=b)
 
     for step in checkpoint(len(steps), policy=policy):
-        batch = load_rollouts(folder, steps[step])
+        batch = load_rollouts(rollouts, steps[step])
         batch = batch[~batch.scores.isnan()]
         better = group_advantages(batch.scores, batch.group).clamp(min=0)
         batch["advantages"] = at_tokens(better, batch.mask)

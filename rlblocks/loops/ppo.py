@@ -43,7 +43,8 @@ def ppo(
     if save: writable(save)
     policy  = pool.place(Policy, model, tokenizer=tokenizer, lora=lora, lr=lr, engine=engine, micro_tokens=micro_tokens)
     ref     = pool.place(Policy, policy if lora else model, engine=engine, frozen=True, micro_tokens=micro_tokens)
-    critic  = pool.place(Critic, critic_model or model, lr=critic_lr, engine=engine, micro_tokens=micro_tokens)
+    critic  = pool.place(Critic, critic_model or model, lora=lora, lr=critic_lr, engine=engine,
+                         micro_tokens=micro_tokens)
     rollout = pool.place(Rollout, model, tokenizer=tokenizer, engine=rollout_engine, max_tokens=max_tokens,
                          temperature=temperature)
     grader  = pool.place(Grader, reward)

@@ -46,7 +46,7 @@ def rlhf(
     how     = dict(engine=engine, micro_tokens=micro_tokens)
     policy  = pool.place(Policy, model, tokenizer=tokenizer, lora=lora, lr=lr, **how)
     ref     = pool.place(Policy, policy if lora else model, frozen=True, **how)
-    critic  = pool.place(Critic, model, lr=critic_lr, **how)
+    critic  = pool.place(Critic, model, lora=lora, lr=critic_lr, **how)
     scorer  = pool.place(Scorer, reward_model, frozen=True, **how)
     rollout = pool.place(Rollout, model, tokenizer=tokenizer, engine=rollout_engine, max_tokens=max_tokens,
                          temperature=temperature)

@@ -15,7 +15,7 @@ def tool_grpo(
     pool,                        # where models live: here, SpmdPool(), RayPool(…)
     data:Prompts,                # prompts, with the columns that the reward reads
     reward:Callable,             # fn(prompts, completions, **columns) -> a number each; None: it cannot be scored
-    env:Callable,                # makes an environment for each answer
+    environment:Callable,        # makes an environment for each answer
     *,
     model,                       # name or folder of the policy, or a module
     tokenizer=None,              # None: the model's own
@@ -53,7 +53,7 @@ def tool_grpo(
 
     for step in checkpoint(steps, policy=policy, data=data):
         rollout.load(policy.weights())
-        batch = rollouts(rollout, env, data.take(prompts), group_size=group_size, seed=(seed, step))
+        batch = rollouts(rollout, environment, data.take(prompts), group_size=group_size, seed=(seed, step))
         batch["scores"] = grader.score(batch)
         batch = batch[~batch.scores.isnan()]
         batch["advantages"] = at_tokens(group_advantages(batch.scores, batch.group, scale=scale), batch.mask)

@@ -317,7 +317,7 @@ def merge_adapters(
 # %% ../../nbs/models/04_lora.ipynb #0b60aa2c
 def main(argv:Sequence[str]|None=None): # words; None: the command line's
     "The command."
-    words = argparse.ArgumentParser(prog="python -m rlblocks.models.lora",
+    words = argparse.ArgumentParser(prog="rlblocks merge-lora",
                                     description="Merge LoRA adapters into a plain model folder.")
     words.add_argument("base", help="name or folder of the base model")
     words.add_argument("adapters", nargs="+", help="adapter folders, each with an optional :weight")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NAMES', 'HELP', 'OTHERS', 'halves', 'pools_for', 'plain_values', 'show', 'Log', 'run_loop', 'write_config', 'dry_run',
-           'loop_of', 'command_line', 'ran', 'guarded']
+           'loop_of', 'command_line', 'set_environment', 'ran', 'guarded']
 
 # %% ../../nbs/people/01_command.ipynb #94d1611e
 import importlib
@@ -173,21 +173,25 @@ def command_line(
 )->int: # its exit code
     "`rlblocks COMMAND …`; `once` is what `--restarts` starts, and starts again."
     word, *words = (sys.argv[1:] if argv is None else argv) or [""]
-    try: return _dispatch(word, words)
-    except NoLoop as e:
-        print(" ".join(str(e).split()), file=sys.stderr)
-        return 2
+    try: return _told(lambda: _dispatch(word, words))
     except KeyboardInterrupt:
         print(f"rlblocks {word}: stopped", file=sys.stderr)
         return 130
 
+def _told(work):
+    "Do the work. What a user can mend is printed in a line."
+    try: return work()
+    except NoLoop as e:
+        print(" ".join(str(e).split()), file=sys.stderr)
+        return 2
+
 def _dispatch(word, words):
     if word in OTHERS:
         module, _, name = OTHERS[word].partition(":")
-        return getattr(importlib.import_module(module), name)(words) or 0
+        return guarded(lambda: getattr(importlib.import_module(module), name)(words) or 0, f"rlblocks {word}")
     if word == "once":
         end_with_parent()
-        return ended_by_itself(lambda: ran(*_meant(words), lines=False))
+        return ended_by_itself(lambda: _told(lambda: ran(*_meant(words))))
     place = loop_of(word)
     if word in ("", "-h", "--help") or word == "run" and (not words or words[0] in ("-h", "--help")):
         print(HELP)
@@ -196,7 +200,7 @@ def _dispatch(word, words):
         known = ["run", "generate", *OTHERS, *NAMES, *(x.replace("_", "-") for x in loops.__all__)]
         raise NoLoop(f"rlblocks: {unknown('command', word, known)}")
     loop, given, title = _meant([word, *words] if place else words)
-    os.environ.update({k: str(x) for k, x in given["env"].items()})
+    set_environment(given["env"])
     if given["show_code"]:
         print(program(loop, given, title), end="")
         return 0
@@ -204,6 +208,13 @@ def _dispatch(word, words):
     if not given["restarts"]: return ran(loop, given, title)
     return supervise([sys.executable, "-m", "rlblocks", "once", *([word] if place else []), *words],
                      restarts=given["restarts"])
+
+def set_environment(env:Mapping):
+    "Set variables. Some are read when a library is imported, so the command line begins anew where one is new."
+    new = {k: str(x) for k, x in env.items() if os.environ.get(k) != str(x)}
+    os.environ.update(new)
+    if new and Path(sys.argv[0]).stem in ("rlblocks", "__main__"):
+        os.execv(sys.executable, [sys.executable, "-m", "rlblocks", *sys.argv[1:]])
 
 def _meant(words):
     "(loop, flags, the command's name) of `grpo --lr 1` or of `mine:loop --lr 1`."
@@ -215,7 +226,6 @@ def ran(
     loop:Callable[..., Iterator[dict]],
     given:dict,  # the flags
     title:str,   # the command, for errors
-    lines:bool=True, # what a user can mend is a line; False: all is a traceback
 )->int: # exit code
     "Run a loop to its end, or until a signal."
     if given["folder"]: guarded(lambda: len(write_config(given, given["folder"])), title)
@@ -226,7 +236,7 @@ def ran(
     def ended(number, frame): raise SystemExit(128 + number)
     in_main = threading.current_thread() is threading.main_thread()      # only there are handlers set
     before = signal.signal(signal.SIGTERM, ended) if in_main else None
-    try: return guarded(work, title, shown) if lines else work()
+    try: return guarded(work, title, shown)
     except (KeyboardInterrupt, SystemExit) as e:
         if isinstance(e, SystemExit) and e.code != 143: raise
         again = "; the same command resumes" if given["folder"] else "; with --folder it could be resumed"
@@ -245,8 +255,9 @@ def guarded(
     except NoLoop: raise
     except (OSError, ValueError, TypeError, ImportError, MemoryError) as e:
         ours = traceback.extract_tb(e.__traceback__)[-1].filename
+        if isinstance(e, ConnectionError | TimeoutError): raise
         refused = not shown and (isinstance(e, ImportError | MemoryError) or _is_ours(ours))
         if not isinstance(e, OSError) and not refused: raise
         raise NoLoop(f"{title}: {e}") from e
 
-def _is_ours(file): return any(x in file for x in (f"{os.sep}rlblocks{os.sep}", "<setup>"))
+def _is_ours(file): return file == "<setup>" or Path(__file__).parents[1] in Path(file).parents

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ..checkpoint.saves import writable
 from ..data.prompts import Prompts
 from ..engines.process_group import world
 from ..graders.graders import Grader, best_rows
@@ -35,33 +36,49 @@ def generate(
 )->Iterator[dict]:
     "Answer the prompts of a file, and write the answers to another. A run that was stopped is gone on with."
     if best and reward is None: raise ValueError("generate: best=True needs a reward, which says which is the best")
+    if not hasattr(data, "__len__"): raise ValueError("generate: the data is a stream; leave `streaming` out")
+    file, data.shuffle = Path(out), False
+    writable(file.parent, "generate")
+    done = _done_before(file, data)
     rollout = pool.place(Rollout, model, tokenizer=tokenizer, engine=rollout_engine, max_tokens=max_tokens,
                          temperature=temperature, top_p=top_p)
     grader = pool.place(Grader, reward) if reward else None
-    file, data.shuffle = Path(out), False
-    data.taken = done = whole_lines(file)
     for step in range(-(-(len(data) - done)//prompts)):
         batch = rollout.generate(data.take(min(prompts, len(data) - data.taken)), group_size=n, seed=seed)
         if grader: batch["scores"] = grader.score(batch)
         kept = batch[best_rows(batch.scores, batch.group)] if best else batch
-        lines = [json.dumps(x, ensure_ascii=False) + "\n" for x in answers(kept, 1 if best else n)]
+        lines = [json.dumps(x, ensure_ascii=False) + "\n" for x in answers(batch, kept)]
         if world()[0] == 0:      # under torchrun all ranks come by here
             with file.open("a", encoding="utf-8") as f: f.writelines(lines)
         yield dict(step=step, prompts=data.taken, length=batch.mask.sum(1).float().mean().item(),
                    **dict(reward=batch.scores.nanmean().item()) if grader else {},
                    **dict(best=kept.scores.mean().item()) if best else {})
 
+def _done_before(file, data):
+    "Skip the prompts whose answers are in the file. ValueError where it holds those of others."
+    data.taken = done = whole_lines(file)
+    if not done: return 0
+    last = json.loads(file.read_bytes().splitlines()[-1])["prompt"]
+    data.taken = done - 1
+    if done > len(data) or data.take(1).prompt[0] != last:
+        raise ValueError(f"generate: {file} holds answers to other prompts ({str(last)[:40]!r}); remove it, or name "
+                         "another file")
+    return done
+
 def answers(
-    batch, # rows, those of a prompt side by side
-    n:int, # of each prompt
-)->list[dict]: # of each prompt: prompt, completions, why they ended, scores
-    "Rows as what is written of each prompt."
+    batch, # rows
+    kept,  # those of them that are written
+)->list[dict]: # of each prompt: its columns, completions, why they ended, scores
+    "Rows as what is written of each prompt; none of whose answers may be kept."
     ours = ("completion", "finish_reason", "media")
     texts = [k for k, x in batch.columns.items() if isinstance(x, list) and k not in ours]
-    scores = dict(scores=batch.scores.tolist()) if "scores" in batch.columns else {}
-    columns = dict(completions=batch.completion, finish_reasons=list(batch.finish_reason), **scores)
-    return [{k: batch[k][i] for k in texts} | {k: x[i:i+n] for k, x in columns.items()}
-            for i in range(0, len(batch), n)]
+    of = {g: [j for j, x in enumerate(kept.group.tolist()) if x == g] for g in batch.group.tolist()}
+    first = {g: i for i, g in reversed([*enumerate(batch.group.tolist())])}
+    scored = "scores" in batch.columns
+    def score(x): return None if x != x else x       # NaN: it could not be scored
+    return [{k: batch[k][first[g]] for k in texts} | dict(
+        completions=[kept.completion[j] for j in of[g]], finish_reasons=[kept.finish_reason[j] for j in of[g]],
+        **dict(scores=[score(kept.scores[j].item()) for j in of[g]]) if scored else {}) for g in of]
 
 def whole_lines(
     file:Path,

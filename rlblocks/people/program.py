@@ -16,7 +16,8 @@ from typing import Any
 
 from ..data.files import load_rows
 from .flags import is_data, wants_function, keywords, unknown
-from .run import NoLoop, named
+from .run import NoLoop, module_named, named
+from ..placement.cluster import Cluster
 from ..placement.raypool import RayPool
 
 # %% ../../nbs/people/03_program.ipynb #2b90b66c
@@ -76,8 +77,10 @@ def program(
         args["model"] = f"pretrained({_arguments(wanted['model'])})"
     if names or wanted.get("tokenizer"): _tokenizer_line(wanted, args, use, setup, title)
     for name in names:
-        if wanted[name] is not None: setup += _data_lines(name, names, words, wanted, use, title, given["folder"])
-        args[name] = name
+        if wanted[name] is None: continue
+        lines, kept = _data_lines(name, names, words, wanted, use, title, given["folder"])
+        setup += lines
+        args |= {k: k for k in (name, kept) if k}
     for name, p in words.items():
         if wants_function(p) and wanted[name] is not None: args[name] = _function(name, wanted[name], use, setup, title)
     if given["folder"] and "save" in words and wanted["save"] is None: wanted["save"] = f"{given['folder']}/model"
@@ -90,6 +93,9 @@ def program(
     texts = ["pool", *(more.pop(k) for k in positional),
              *(f"{k}={x}" for k, x in (more | {k: args[k] for k in ("checkpoint",) if k in args}).items())]
     pool = _pool(given, use)
+    if given["env"]:
+        use("os", "environ")
+        setup.insert(0, f"environ.update({ {k: str(x) for k, x in given['env'].items()} !r})")
     lines = tuple(f"from {m} import {', '.join(sorted(n, key=str.swapcase))}" for m, n in sorted(imports.items()))
     return Program(lines, tuple(setup), _call(loop.__name__, texts), loop, pool)
 
@@ -114,35 +120,41 @@ def _arguments(how): return ", ".join(f"{k}={x!r}" for k, x in how.items())
 _FUNCTION = re.compile(r"[\w./]+:\w+")       # my:score
 
 def _data_lines(name, names, words, wanted, use, title, folder):
-    "Lines that read a file into a dataset, and keep rows for the one that has no file."
-    kept = dict(cache=f"{folder}/tokens") if folder else {}       # a run that goes on does not tokenise again
-    block, kind = kept | dict(wanted[name]), words[name].annotation
+    "Lines that read a file into a dataset; and the keyword without a file for which they keep rows, or None."
+    block, kind = dict(wanted[name]), words[name].annotation
     source = block.pop("path", None)
     if source is None: raise NoLoop(f"{title}: --{name} has no path; --{name} FILE is wanted")
+    if folder and not block.get("streaming"): block.setdefault("cache", f"{folder}/tokens")     # once a run
+    kept = next((k for k in names if wanted[k] is None and words[k].annotation is kind
+                 and words[k].default is words[k].empty), None)
+    if "held_out" in block and kept is None:
+        raise NoLoop(f"{title}: {name} has held_out, and no keyword of the loop takes such rows, or it has a file")
     share, reads = block.pop("held_out", .05), {*inspect.signature(load_rows).parameters} - {"source"}
     makes = {*inspect.signature(kind).parameters} - {"rows", "tokenizer"}
     for k in block:
         if k not in reads | makes: raise NoLoop(f"{title}: {unknown(f'key of {name}:', k, sorted(reads | makes))}")
     for x in ("load_rows", kind.__name__): use("rlblocks", x)
-    lines = []
-    def said(keys):
-        texts = {k: repr(x) for k, x in block.items() if k in keys}
-        for k, x in block.items():
-            if k in ("where", "template") and isinstance(x, str) and _FUNCTION.fullmatch(x):
-                texts[k] = _function(k, x, use, lines, title)
-        return "".join(f", {k}={x}" for k, x in texts.items() if k in keys)
-    rows = f"load_rows({source!r}{said(reads)})"
-    how = said(makes)
-    rest = next((k for k in names if wanted[k] is None and words[k].annotation is kind), None)
+    lines:list[str] = []
+    def text(key, x):
+        if key in _FUNCTIONS and isinstance(x, str) and _FUNCTION.fullmatch(x):
+            return _function(f"{name}_{key}", x, use, lines, title)
+        if isinstance(x, list): return f"[{', '.join(text(key, y) for y in x)}]"
+        if isinstance(x, Mapping) and key == "path":
+            return f"dict({', '.join(f'{k}={text(k, y)}' for k, y in x.items())})"
+        return repr(x)
+    def said(keys): return "".join(f", {k}={text(k, x)}" for k, x in block.items() if k in keys)
+    rows, how, make = f"load_rows({text('path', source)}{said(reads)})", said(makes), kind.__name__
     if block.get("streaming"):
-        if rest: raise NoLoop(f"{title}: {name} is a stream, from which no rows are kept; give --{rest} FILE")
+        if kept: raise NoLoop(f"{title}: {name} is a stream, from which no rows are kept; give --{kept} FILE")
         use("rlblocks", "Stream")
-        return [*lines, f"{name} = Stream({rows}, lambda rows: {kind.__name__}(rows, tokenizer{how}))"]
-    if rest is None: return [*lines, f"{name} = {kind.__name__}({rows}, tokenizer{how})"]
+        return [*lines, f"{name} = Stream({rows}, lambda rows: {make}(rows, tokenizer{how}))"], None
+    if kept is None: return [*lines, f"{name} = {make}({rows}, tokenizer{how})"], None
     use("rlblocks", "hold_out")
-    return [*lines, f"train, kept = hold_out({rows}, {share!r})",
-            f"{name} = {kind.__name__}(train, tokenizer{how})",
-            f"{rest} = {kind.__name__}(kept, tokenizer{how})"]
+    return [*lines, f"train, kept = hold_out({rows}, {share!r})", f"{name} = {make}(train, tokenizer{how})",
+            f"{kept} = {make}(kept, tokenizer{how})"], kept
+
+_FUNCTION = re.compile(r"[\w./~-]+:\w+")                  # my:score
+_FUNCTIONS = ("where", "template", "format", "order_by")  # keys of a dataset that may be functions
 
 def _function(name, place, use, setup, title):
     "The name of a function, whose import or maker is added: of a module, a reward model's folder, a server."
@@ -151,19 +163,23 @@ def _function(name, place, use, setup, title):
         use("transformers", "AutoProcessor")
         setup.append(f"{name} = scorer_reward(Scorer({place!r}, frozen=True), "
                      f"AutoProcessor.from_pretrained({place!r}))")
-        return name
-    if place.startswith(("http://", "https://")):
+    elif place.startswith(("http://", "https://")):
         for module, x in (("rlblocks", "RemoteReward"), ("os", "environ")): use(module, x)
         setup.append(f"{name} = RemoteReward({place!r}, token=environ.get('RLBLOCKS_REWARD_TOKEN'))")
-        return name
-    found = named(place, f"{title}: --{name}")
-    module, _, of_it = place.rpartition(":")
-    use(module.removesuffix(".py").replace("/", ".") or "rlblocks", of_it)
-    return found.__name__ if found.__name__ == of_it else of_it
+    else:
+        named(place, f"{title}: --{name.replace('_', '.', 1)}" if "_" in name else f"{title}: --{name}")
+        module, _, of_it = place.rpartition(":")
+        use(module_named(module, title), of_it if of_it == name else f"{of_it} as {name}")
+    return name
 
 def _pool(given, use):
     use("rlblocks", kind := dict(here="here", spmd="SpmdPool", ray="RayPool")[given["pool"]])
     if kind != "RayPool": return kind + "()"*(kind == "SpmdPool")
-    usual = {k: p.default for k, p in inspect.signature(RayPool).parameters.items()}
-    how = {k: x for k, x in (given.get("ray") or {}).items() if x != usual[k]}
-    return f"RayPool({given['ranks'] or 1}{''.join(f', {k}={x!r}' for k, x in how.items())})"
+    how = _unusual(RayPool, given.get("ray") or {})
+    cluster = _unusual(Cluster, given.get("cluster") or {})
+    if cluster: use("rlblocks", "Cluster")
+    return f"RayPool({given['ranks'] or 1}{how}{f', cluster=Cluster({cluster[2:]})' if cluster else ''})"
+
+def _unusual(kind, given):
+    usual = {k: p.default for k, p in inspect.signature(kind).parameters.items()}
+    return "".join(f", {k}={x!r}" for k, x in given.items() if x != usual[k])

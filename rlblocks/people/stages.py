@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from .command import Log, dry_run, guarded, ran
-from .flags import merged, parse, read_config, without_configs
+from .command import Log, dry_run, guarded, ran, set_environment
+from .flags import merged, parse, read_config, split_words, with_paths
 from .program import program
 from .run import NoLoop
 from ..placement.spmd import SpmdPool
@@ -63,9 +63,8 @@ def rlhf_command(
     wanted = [s for s in STAGES if given[s] is not None and s not in (given["skip"] or [])]
     if not wanted: raise NoLoop(f"rlblocks rlhf: nothing to do; give a block of {', '.join(STAGES)}, with its data")
     if not given["folder"]: raise NoLoop("rlblocks rlhf: --folder FOLDER is wanted, where a stage leaves its model")
-    os.environ.update({k: str(x) for k, x in given["env"].items()})
-    dry = given["dry_run"] or given["show_code"]
-    stages:list = [(s, *_stage(s, given, dry)) for s in wanted]         # all are checked before the first runs
+    set_environment(given["env"])
+    stages:list = [(s, *_stage(s, given, given["dry_run"])) for s in wanted]     # checked before the first runs
     if given["show_code"]:
         print("\n".join(str(program(*how)) for _, *how in stages), end="")
         return 0
@@ -83,22 +82,26 @@ def _run(given, stages):
         if done: continue
         start = time.monotonic()
         if code := ran(loop, flags, title): return code
-        _report(flags, time.monotonic() - start)
-    return _close(given, stages)
+        guarded(partial(_report, flags, time.monotonic() - start), title)
+    return guarded(partial(_close, given, stages), "rlblocks rlhf")
 
 def _given(words):
     "Flags of the command, configurations merged."
-    files, rest = without_configs(words)
-    config = read_config(files)
+    files, said, rest = split_words(words, dict.fromkeys(STAGES, 3) | dict(env=1, ray=1, cluster=1))
+    config = merged(_blocks(read_config(files)), _blocks(said))
     try: return _parser().parse_args([*(["--config", json.dumps(config)] if config else []), *rest]).as_dict()
     except ArgumentError as e: raise NoLoop(f"rlblocks rlhf: {e}; rlblocks rlhf --help") from e
+
+def _blocks(config):
+    "A configuration whose stages have their data as blocks."
+    return {k: with_paths(x, ["data"]) if k in STAGES and isinstance(x, Mapping) else x for k, x in config.items()}
 
 def _stage(name, given, dry):
     "(loop, flags, title) of a stage; its models are those that the stages before it leave."
     def left(stage):
-        model = f"{given['folder']}/{stage}/model"
+        model = f"{given['folder']}/{stage}/model"       # config.json is written when it is whole
         runs = given[stage] is not None and stage not in (given["skip"] or [])
-        return model if (runs or Path(model).exists()) and not dry else None
+        return model if (runs or Path(model, "config.json").exists()) and not dry else None
     model = left("sft") if name != "sft" else None
     block = dict(model=model or given["model"])
     if block["model"] is None: raise NoLoop(f"rlblocks rlhf: {name} has no model to begin with; --model NAME is wanted")
@@ -127,12 +130,15 @@ def _done_before(flags, title):
 
 def _report(flags, seconds):
     "Write what a stage came to."
-    if os.environ.get("RANK", "0") != "0": return
+    if os.environ.get("RANK", "0") != "0": return 0
     rows = Log(f"{flags['folder']}/log.jsonl").rows()
     def seen(k): return [r[k] for r in rows if isinstance(r.get(k), (int, float))]
     first, last = ({k: seen(k)[i] for k in SHOWN if seen(k)} for i in (0, -1))
     made = dict(flags=_settings(flags), steps=len(rows), seconds=round(seconds, 1), first=first, last=last)
-    Path(flags["folder"], "report.json").write_text(json.dumps(made, indent=1, ensure_ascii=False), encoding="utf-8")
+    part = Path(flags["folder"], "report.json.part")
+    part.write_text(json.dumps(made, indent=1, ensure_ascii=False), encoding="utf-8")
+    part.replace(part.with_suffix(""))
+    return 0
 
 # %% ../../nbs/people/08_stages.ipynb #5f5f1b87
 def _close(given, stages):
@@ -142,8 +148,9 @@ def _close(given, stages):
     for which, model in models.items() if name == "rlhf" and given["samples"] else ():
         out = folder/f"samples_{which}.jsonl"
         out.unlink(missing_ok=True)
-        how:dict = dict(model=model, data=merged(flags["data"], dict(limit=given["samples"])), out=str(out),
-                        max_tokens=flags["max_tokens"], pool=given["pool"], log=os.devnull)
+        some = merged(flags["data"], dict(limit=given["samples"], streaming=False))
+        how:dict = dict(model=model, data=some, out=str(out), max_tokens=flags["max_tokens"], pool=given["pool"],
+                        temperature=flags["temperature"], tokenizer=flags["tokenizer"])
         how |= {k: given[k] for k in ("ranks", "ray", "cluster") if given[k] not in (None, {})}
         loop, words = parse("rlblocks.people.generate:generate", [], "rlblocks rlhf, samples", how)
         if code := ran(loop, words, "rlblocks rlhf, samples"): return code
