@@ -263,8 +263,8 @@ def test_the_doctor_is_a_module():
 def test_what_the_doctor_cannot_look_at_is_said_in_a_line(words, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert command_line(["doctor", *words]) == 1
-    said = capsys.readouterr().out
-    assert re.match(f"WRONG .*{says}", said) and said.count("\n") == 1, said
+    *_, said = capsys.readouterr().out.splitlines()        # behind what there is to say of this machine
+    assert re.match(f"WRONG .*{says}", said), said
 
 
 def test_who_waits_for_a_cluster_that_says_nothing_leaves_it(monkeypatch):
