@@ -452,4 +452,4 @@ def test_what_cannot_be_converted_is_said_in_a_line(save, tmp_path, capsys):
     capsys.readouterr()           # of transformers' progress
     with pytest.raises(SystemExit) as end: main([str(save), str(tmp_path/"out"), "--base", str(tmp_path/"model")])
     err = capsys.readouterr().err
-    assert end.value.code == 1 and re.match("convert: .* holds weights of nobody", err) and err.count("\n") == 1
+    assert end.value.code == 2 and re.match("convert: .* holds weights of nobody", err) and err.count("\n") == 1

@@ -300,7 +300,7 @@ def _mapped(file, shape, dtype):
 
 # %% ../../nbs/checkpoint/04_convert.ipynb #3682732a
 def main(argv:Sequence[str]|None=None):
-    "Run the command; None: the words of the command line. What cannot be converted is said in a line, with code 1."
+    "Run the command; None: the words of the command line. What cannot be converted is said in a line, with code 2."
     words = argparse.ArgumentParser(prog="rlblocks convert",
                                     description="Turn a checkpoint that many ranks wrote into a model folder.")
     words.add_argument("checkpoint", help="folder of a run or a save, of torch's distributed checkpoint, of DeepSpeed")
@@ -313,7 +313,7 @@ def main(argv:Sequence[str]|None=None):
     try: convert(**given | dict(dtype=given["dtype"] and getattr(torch, given["dtype"])))
     except (OSError, ValueError, RuntimeError, TypeError, ImportError) as e:
         print(" ".join(str(e).split()), file=sys.stderr)
-        sys.exit(1)
+        sys.exit(2)
 
 # %% ../../nbs/checkpoint/04_convert.ipynb #514110f1
 if __name__ == "__main__" and globals().get("__package__"): main()       # as a module, not as a cell

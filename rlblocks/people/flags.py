@@ -155,7 +155,7 @@ def split_words(
         else: rest.append(value)
     return files, said, rest
 
-def _nested(path, value, of_data):
+def _nested(path, value, of_data)->Any:
     try: found = importlib.import_module("yaml").safe_load(value)
     except Exception: found = value
     if of_data and (len(path) == 1 or path[-1] == "data") and not isinstance(found, Mapping): found = dict(path=found)
