@@ -232,6 +232,8 @@ def ran(
     shown = []
     def work():
         for row in run_loop(loop, given, title): shown.append(row["step"])
+        first = os.environ.get("RANK", "0") == "0"
+        if given["folder"] and first: print(f"{title}: done, in {given['folder']}", file=sys.stderr)
         return 0
     def ended(number, frame): raise SystemExit(128 + number)
     in_main = threading.current_thread() is threading.main_thread()      # only there are handlers set

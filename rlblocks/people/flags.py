@@ -76,17 +76,21 @@ def flags(
     if both := [k for k in words if k in OWN]:
         raise NoLoop(f"{title}: the loop's keyword {both[0]} is a flag of the command; give it another name, and none "
                      f"of {', '.join(OWN)}")
-    how:dict[str, Any] = dict(prog=title, description=loop.__doc__, exit_on_error=False)
+    how:dict[str, Any] = dict(prog=title, description=loop.__doc__, exit_on_error=False, allow_abbrev=False)
     try: parser = importlib.import_module("jsonargparse").ArgumentParser(**how)
     except ImportError as e:
         raise NoLoop("rlblocks run needs jsonargparse: pip install 'rlblocks[cli]'; "
                      "`for row in restarted(loop, pools)` does the same in Python") from e
+    kinds = [p.annotation for p in words.values() if is_data(p)]
     of_loop = parser.add_argument_group(f"keywords of {loop.__name__}")
     for name, p in words.items():
         how = dict(required=True) if p.default is p.empty and not is_data(p) else dict(
             default=None if p.default is p.empty else p.default)
-        more = f"; file, folder or Hub name, and --{name}.KEY for how it is read" if is_data(p) else (
-            "; module:function" if wants_function(p) else "")
+        more = "; module:function" if wants_function(p) else ""
+        if is_data(p):
+            more = f"; file, folder or Hub name, and --{name}.KEY for how it is read: columns, limit, template, …"
+            if p.default is p.empty and kinds.count(p.annotation) > 1 and name not in ("data",):
+                more += "; not given: 5 %% of the prompts of data, or the share or number --data.held_out"
         of_loop.add_argument(f"--{name}", type=flag_type(p), help=said.get(name, "") + more, **how)
     parser.add_argument("--config", action="config", help="YAML files of all these; later ones win")
     parser.add_argument("--env", type=dict[str, Any], default={}, help="environment variables")

@@ -122,6 +122,9 @@ _FUNCTION = re.compile(r"[\w./]+:\w+")       # my:score
 def _data_lines(name, names, words, wanted, use, title, folder):
     "Lines that read a file into a dataset; and the keyword without a file for which they keep rows, or None."
     block, kind = dict(wanted[name]), words[name].annotation
+    first = next((k for k in names if words[k].annotation is kind and wanted[k]), name)
+    if first != name:           # a second file of the kind is read like the first, but for what it says itself
+        block = {k: x for k, x in wanted[first].items() if k not in ("path", "held_out", "limit", "cache")} | block
     source = block.pop("path", None)
     if source is None: raise NoLoop(f"{title}: --{name} has no path; --{name} FILE is wanted")
     if folder and not block.get("streaming"): block.setdefault("cache", f"{folder}/tokens")     # once a run
