@@ -315,3 +315,7 @@ _APART = {"Counts", "Denom", "Metric", "Number", "Over", "Whole", "divisor", "sa
 
 def __dir__():
     return [*(name for name in __all__ if name not in _APART and not name.startswith("naive_")), "__version__"]
+
+# in IPython and Jupyter, `gae?` and Shift-Tab show what each parameter is
+if _shell := getattr(import_module("builtins"), "get_ipython", None):
+    import_module("rlblocks.people.help").show_definitions(_shell())
