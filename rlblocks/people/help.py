@@ -38,4 +38,5 @@ def show_definitions(
 ):
     "Let `name?` and Shift-Tab show definitions with the comments of their parameters."
     from IPython import version_info
-    if version_info >= (8, 22): shell.inspector.mime_hooks["text/plain"] = help_text     # before, hooks took two arguments
+    if version_info >= (8, 22):     # before, hooks took two arguments
+        shell.inspector.mime_hooks["text/plain"] = help_text
