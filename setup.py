@@ -21,7 +21,7 @@ setup(
     keywords=meta["keywords"],
     python_requires=f">={meta['min_python']}",
     packages=find_packages(include=["rlblocks", "rlblocks.*"]),
-    package_data={"rlblocks": ["py.typed"]},
+    package_data={"rlblocks": ["py.typed", "plots.mplstyle"]},
     install_requires=meta["requirements"].split(),
     extras_require=extras,
     # vLLM's own processes, where it has some, learn how weights come

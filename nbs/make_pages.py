@@ -30,8 +30,8 @@ MAP = """# Map
 Made by `nbs/make_pages.py`. Each notebook is the source of the module of its name. A package imports only from packages
 before it; numbers are the reading order. `import rlblocks` loads the packages down to `data`, which need torch, einops
 and jaxtyping; the others are loaded when a name of theirs is first used."""
-PAGES = ("commands blocks which_loss conventions sampling media agents rewards distillation layouts clusters inside "
-         "guarantees gpu").split()
+PAGES = ("your_loop commands blocks which_loss conventions sampling media agents rewards distillation layouts clusters "
+         "inside guarantees gpu").split()
 
 
 def cells_of(path):

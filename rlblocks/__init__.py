@@ -179,6 +179,7 @@ if TYPE_CHECKING:
     from rlblocks.placement.raypool import RayPool
     from rlblocks.placement.restarts import restarted
     from rlblocks.placement.spmd import SpmdPool
+    from rlblocks.people.explore import explore
     from rlblocks.people.run import loop_from
 
 # module of floors 3-5 → what it offers: imported when first asked for
@@ -223,6 +224,7 @@ _OFFERS = {
     "placement.raypool": "RayPool",
     "placement.restarts": "restarted",
     "placement.spmd": "SpmdPool",
+    "people.explore": "explore",
     "people.run": "loop_from",
 }
 _LAZY = {name: module for module, names in _OFFERS.items() for name in names.split()}
@@ -248,6 +250,7 @@ __all__ = [
     "discopop_loss", "discounted_returns", "distill_advantages", "distinct_reward", "divisor", "dpo_loss",
     "dpop_loss", "dppo_kl_loss", "dppo_tv_loss", "dr_grpo_loss", "dro_loss", "drop_long", "effective_share",
     "entropy", "entropy_loss", "exact_reward", "exo_loss", "expected_value", "expert_load", "explained_variance",
+    "explore",
     "f_dpo_loss", "finite_logprobs", "fit_row_costs", "format_reward", "forward_kl_loss", "fresh_mask",
     "from_arrow", "fsdp2", "full_kl", "gae", "gather_logprobs", "gdpo_advantages", "generative_scores",
     "geometric_mask", "geometric_mixture", "geometric_weights", "gigpo_advantages", "gmpo_loss", "gpg_advantages",

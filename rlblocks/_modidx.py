@@ -3909,6 +3909,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'rlblocks/people/dry_run.py'),
                                          'rlblocks.people.dry_run.plan_together': ( 'people/dry_run.html#plan_together',
                                                                                     'rlblocks/people/dry_run.py')},
+            'rlblocks.people.explore': { 'rlblocks.people.explore.explore': ('people/explore.html#explore', 'rlblocks/people/explore.py'),
+                                         'rlblocks.people.explore.picture': ('people/explore.html#picture', 'rlblocks/people/explore.py')},
             'rlblocks.people.flags': { 'rlblocks.people.flags._meant': ('people/flags.html#_meant', 'rlblocks/people/flags.py'),
                                        'rlblocks.people.flags._nested': ('people/flags.html#_nested', 'rlblocks/people/flags.py'),
                                        'rlblocks.people.flags._spelled': ('people/flags.html#_spelled', 'rlblocks/people/flags.py'),

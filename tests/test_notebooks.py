@@ -16,6 +16,7 @@ import time
 import traceback
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 
 import jaxtyping
 import pytest
@@ -43,9 +44,23 @@ def notebook(_, path, said):
     from nbdev import test as runner
     write = runner.write_nb
     runner.write_nb = lambda nb, _: write(nb, f"{said}.ipynb")  # instead of the notebook
+    look_at_figures(f"{said}.covered")
     try: runner.nbdev_test(path=str(path), n_workers=0, save=True)
     finally:
         for stream in (sys.stdout, sys.stderr, sys.__stderr__): stream.flush()
+
+
+def look_at_figures(file):
+    "From now on every figure that is shown writes what is covered in it to a file."
+    from IPython.core import pylabtools
+    draw = pylabtools.print_figure
+    def print_figure(fig, *args, **options):
+        from figures import covered
+        data = draw(fig, *args, **options)
+        title = fig.axes[0].get_title(loc="left")
+        with open(file, "a", encoding="utf-8") as f: f.writelines(f"{title}: {x}\n" for x in covered(fig))
+        return data
+    pylabtools.print_figure = print_figure
 
 
 def unchecked(rank, path, said):
@@ -142,6 +157,8 @@ def check(path, folder, run):
     except Exception as e:
         pytest.fail(f"{type(e).__name__}: {str(e)[-200:]}\n{said.read_text()[-6000:]}", pytrace=False)
     assert said.read_text().splitlines()[-1] == "Success."
+    figures = Path(f"{said}.covered")
+    assert not figures.exists() or not figures.read_text(encoding="utf-8"), figures.read_text(encoding="utf-8")
     if path.parts[0] == "tutorials": return     # what a trained model says is not the same on every machine
     stored, now = (outputs(json.loads(x.read_text(encoding="utf-8"))) for x in (ROOT/path, folder/"said.ipynb"))
     stale = {f"cell {i}": (stored[i], now[i]) for i in stored if stored[i] != now[i]}
