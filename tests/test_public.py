@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,22 @@ def test_notebooks_begin_with_a_title():
     for path in NOTEBOOKS:
         first = "".join(json.loads(path.read_text(encoding="utf-8"))["cells"][0]["source"])
         assert re.match(r"# .+\n+> .+", first), f"{path.name} begins with {first[:40]!r}"
+
+
+def test_jupyter_saves_notebooks_as_they_are_kept():
+    "One that was opened, run and saved without a change is the same file."
+    import nbformat
+    config = types.SimpleNamespace(ContentsManager=types.SimpleNamespace())
+    exec((ROOT/"jupyter_server_config.py").read_text(encoding="utf-8"), dict(c=config))
+    for path in NOTEBOOKS:
+        text = path.read_text(encoding="utf-8")
+        nb = nbformat.reads(text, as_version=4)
+        nb.metadata.language_info = dict(name="python", version="3.99.9")
+        for i, cell in enumerate(nb.cells):
+            cell.metadata.trusted = True
+            if cell.cell_type == "code": cell.execution_count = i
+        config.ContentsManager.pre_save_hook(dict(type="notebook", content=nb), f"{path.relative_to(ROOT)}")
+        assert nbformat.writes(nb) + "\n" == text, f"Jupyter would change {path.name}"
 
 
 def test_readme_is_what_the_index_says():
