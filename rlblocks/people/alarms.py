@@ -8,7 +8,7 @@ __all__ = ['RECENT', 'alarms', 'recent', 'not_finite', 'skipped_steps', 'no_grad
 
 # %% ../../nbs/people/12_alarms.ipynb #5fa1f38f
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
 
 # %% ../../nbs/people/12_alarms.ipynb #a9ae988c
