@@ -9,11 +9,12 @@ __all__ = ['display_for', 'Nowhere', 'Kept', 'kept', 'page_html', 'Page', 'Termi
 import os
 import sys
 import time
+from collections.abc import Iterator
 from html import escape
 from typing import Any
 
 from .controls import Controls, unclickable
-from .curves import check_png, drawn_keys, last_numbers
+from .curves import check_png, drawn_keys, last_numbers, phase_keys
 
 # %% ../../nbs/people/15_displays.ipynb #6890ac28
 def display_for(
@@ -71,11 +72,10 @@ class Kept(Nowhere):
 
 def kept(
     run:Any, # what is watched
-)->list[dict]: # MIME type → data, of a line and a picture
-    "Return what stays in the notebook."
-    said = "\n".join([run.summary(), *(f"⚠ {x}" for x in run.alarms())])
-    return [{"text/plain": said}, *([{"image/png": run.curves.png(), "text/plain": last_numbers(run.numbers, run.keys)}]
-                                    if run.numbers else [])]
+)->Iterator[dict]: # MIME type → data, of a line and a picture
+    "Yield what stays in the notebook, the line before the picture is drawn."
+    yield {"text/plain": "\n".join([run.summary(), *(f"⚠ {x}" for x in run.alarms())])}
+    yield {"text/plain": last_numbers(run.numbers, run.keys)} | ({"image/png": run.curves.png()} if run.numbers else {})
 
 # %% ../../nbs/people/15_displays.ipynb #0d855ab4
 def page_html(
@@ -83,7 +83,7 @@ def page_html(
 )->str:
     "Draw the run as it is: where it stands, its curves, alarms, what was changed, and the other numbers of the last step."
     drawn = drawn_keys(run.numbers, run.keys)
-    others = {k: x for k, x in (run.numbers[-1] if run.numbers else {}).items() if k not in ("step", *drawn)}
+    others = {k: x for k, x in (run.numbers[-1] if run.numbers else {}).items() if k not in ("step", *drawn, *phase_keys(run.numbers[-1:]))}
     return (f'<div style="font-family:system-ui,sans-serif;font-size:13px;max-width:870px">{_head(run)}{run.curves.html()}'
             + _lines(run.alarms(), "⚠ ", "font-weight:600;color:#d9822b")
             + _lines([f"step {step}: {said}" for step, said in run.marks[-3:]], "┆ ", "color:#d9822b")
@@ -141,7 +141,7 @@ class Page(Nowhere):
     ):
         "Put the line in the place of the buttons, and the PNG in that of the curves."
         try:
-            for shown, bundle in zip((self.above, self.picture), kept(run), strict=False): shown.update(bundle, raw=True)
+            for place, bundle in zip((self.above, self.picture), kept(run), strict=True): place.update(bundle, raw=True)
         finally:
             if self.controls is not None: self.controls.close()
 
@@ -173,7 +173,7 @@ class Terminal(Nowhere):
 
     def held(self):
         "Show that an interrupt came and waits for the step to end."
-        os.write(2, b"\nstops after this step; Ctrl-C again ends at once\n")     # a signal's handler may not use sys.stderr
+        os.write(2, b"\nstops after this step; Ctrl-C again ends at once\n")     # a handler may not use sys.stderr
 
     def end(self,
         run:Any, # what is watched
