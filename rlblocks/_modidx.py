@@ -3909,6 +3909,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'rlblocks/people/controls.py'),
                                           'rlblocks.people.controls._answered_by_its_sender': ( 'people/controls.html#_answered_by_its_sender',
                                                                                                 'rlblocks/people/controls.py'),
+                                          'rlblocks.people.controls._is_old': ( 'people/controls.html#_is_old',
+                                                                                'rlblocks/people/controls.py'),
                                           'rlblocks.people.controls._slider': ( 'people/controls.html#_slider',
                                                                                 'rlblocks/people/controls.py'),
                                           'rlblocks.people.controls.unclickable': ( 'people/controls.html#unclickable',

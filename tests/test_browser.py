@@ -93,7 +93,8 @@ class Notebook:
                 dict(cell_type="code", id=f"cell{i}", metadata={}, execution_count=None, outputs=[], source=source.strip())
                 for i, source in enumerate(CELLS)])))
         self.page, self.errors = browser.new_page(viewport=dict(width=1250, height=900)), []
-        self.page.on("console", lambda m: self.errors.append(m.text) if m.type == "error" else None)
+        self.page.on("console", lambda m: self.errors.append(f"{m.text} {m.location}") if m.type == "error" and ".woff2" not in str(
+            m.location) else None)          # Notebook's server refuses a font of its own
         self.page.on("pageerror", lambda e: self.errors.append(str(e)))
         self.page.goto(f"{address}/{'lab/tree' if app == 'lab' else 'notebooks'}/{self.file.name}{'?reset' if app == 'lab' else ''}")
         self.page.wait_for_selector(".jp-CodeCell", timeout=120_000)

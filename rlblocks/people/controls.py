@@ -13,25 +13,25 @@ from importlib.util import find_spec
 from typing import Any
 
 # %% ../../nbs/people/14_controls.ipynb #5c3b6d32
-def unclickable(
-    awaited:bool=False, # the run is watched with `async for`
-)->str: # what to do, "" where clicks arrive
+def unclickable()->str: # what to do, "" where clicks arrive
     "Say why buttons would not work while a cell runs."
     if find_spec("ipywidgets") is None: return "for buttons and sliders: pip install 'rlblocks[notebook]'"
-    try: old = int(version("ipykernel").partition(".")[0]) < 7
-    except PackageNotFoundError: old = False
-    if old and not awaited and find_spec("jupyter_ui_poll") is None:
-        return "for buttons and sliders under ipykernel 6: pip install jupyter_ui_poll, or `async for m in watch(…)`"
+    if _is_old() and find_spec("jupyter_ui_poll") is None:
+        return "for buttons and sliders under ipykernel 6: pip install jupyter_ui_poll"
     return ""
+
+def _is_old():
+    "Whether the kernel has no subshells."
+    try: return int(version("ipykernel").partition(".")[0]) < 7
+    except PackageNotFoundError: return False
 
 class Controls:
     "Buttons and sliders of a run; what they ask for is done between two steps."
 
     def __init__(self,
-        run:Any,                                 # has `paused`, `stop()` and `set(name=value)`
+        run:Any,                                   # has `paused`, `stop()` and `set(name=value)`
         sliders:Mapping[str, tuple[float, float]], # name → its range
-        values:Mapping[str, float|None],         # name → where it is
-        awaited:bool=False,                      # the run is watched with `async for`
+        values:Mapping[str, float|None],           # name → where it is
     ):
         "Make the widgets. Nothing is shown."
         import ipywidgets as w
@@ -43,7 +43,7 @@ class Controls:
         self.box = w.HBox([pause, stop, *self.sliders.values()], layout=w.Layout(flex_flow="row wrap"))
         self.pause, self.stack, self.poll = pause, ExitStack(), lambda n: None
         for widget in (pause, stop, *self.sliders.values()): _answered_by_its_sender(widget)
-        if not awaited and int(version("ipykernel").partition(".")[0]) < 7:
+        if _is_old():
             from jupyter_ui_poll import ui_events        # pyright: ignore[reportMissingImports]
             self.poll = self.stack.enter_context(ui_events())
 

@@ -17,16 +17,14 @@ from .controls import Controls, unclickable
 from .curves import check_png, drawn_keys, last_numbers, phase_keys
 
 # %% ../../nbs/people/15_displays.ipynb #6890ac28
-def display_for(
-    awaited:bool=False, # the run is watched with `async for`
-)->"Nowhere": # or what draws more
+def display_for()->"Nowhere": # or what draws more
     "Choose where this process shows a run."
     if os.environ.get("RANK", "0") != "0": return Nowhere()
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     if shell is None or type(shell).__name__ == "TerminalInteractiveShell": return Terminal()
     kernel = getattr(shell, "kernel", None)
     here = kernel is not None and kernel.get_parent().get("content", {}).get("allow_stdin", False)
-    return Page(awaited) if here else Kept()
+    return Page() if here else Kept()
 
 class Nowhere:
     "Show nothing: what a rank above 0 does."
@@ -104,12 +102,9 @@ def _lines(texts, sign, style, safe=False):
 class Page(Nowhere):
     "Show a run on a notebook's page, with buttons, while its cell runs."
 
-    def __init__(self,
-        awaited:bool=False, # the run is watched with `async for`
-    ):
-        "Draw at most three times a second."
-        self.awaited, self.drawn, self.controls = awaited, 0., None
-        self.why = unclickable(awaited)
+    def __init__(self):
+        "Make no widgets yet."
+        self.drawn, self.controls = 0., None
 
     def begin(self,
         run:Any, # what is watched
@@ -117,8 +112,10 @@ class Page(Nowhere):
         "Show buttons, sliders and the curves so far."
         from IPython.display import HTML, display
         check_png()
-        if not self.why: self.controls = Controls(run, run.sliders, run.slid(), self.awaited)
-        above = HTML(f'<small style="opacity:.65">{escape(self.why)}</small>') if self.why else self.controls.box
+        if why := unclickable(): above = HTML(f'<small style="opacity:.65">{escape(why)}</small>')
+        else:
+            self.controls = Controls(run, run.sliders, run.slid())
+            above = self.controls.box
         self.above, self.picture = display(above, display_id=True), display(HTML(page_html(run)), display_id=True)
 
     def draw(self,

@@ -83,7 +83,7 @@ class watch:
 
     def __iter__(self)->Iterator[dict]:
         "Yield the loop's dicts, until it ends or is stopped."
-        with self._shown(awaited=False) as display:
+        with self._shown() as display:
             while not self._stopping:
                 display.listen()
                 if self._waits(display): time.sleep(.05)
@@ -94,8 +94,9 @@ class watch:
 
     async def __aiter__(self)->AsyncIterator[dict]:
         "Yield the loop's dicts; clicks come in at each await, whatever the kernel."
-        with self._shown(awaited=True) as display:
+        with self._shown() as display:
             while not self._stopping:
+                display.listen()
                 await asyncio.sleep(.05 if self._waits(display) else .001)
                 if self.paused or self._stopping: continue
                 if (row := self._step()) is None: break
@@ -103,13 +104,13 @@ class watch:
                 yield row
 
     @contextmanager
-    def _shown(self, awaited):
+    def _shown(self):
         "Show the run while this is open; what has ended badly is not begun again."
         if self.state.startswith("failed"):
             raise RuntimeError(f"watch: the loop has {self.state} and cannot go on; make it anew (with checkpoint=Checkpoint(folder) "
                                "it resumes at its last save)")
         self._stopping, ended = False, self.state == "done"
-        display = display_for(awaited)
+        display = display_for()
         self.state = "done" if ended else "running"
         display.begin(self)
         try:
