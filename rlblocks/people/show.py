@@ -32,7 +32,8 @@ class Leaves(Out):
 
     def __getattr__(self, name):
         sources = vars(self).get("_sources", {})
-        if name not in sources: return super().__getattr__(name)
+        if name.startswith("__"): raise AttributeError(name)
+        if name not in sources: raise AttributeError(_missing(name))
         x = sources[name]().detach().to(self._device)
         vars(self)[name] = promoted(x).requires_grad_() if x.is_floating_point() else x
         return vars(self)[name]
@@ -40,6 +41,12 @@ class Leaves(Out):
     def items(self):
         "(name, tensor) of what the loss has read."
         return [(k, x) for k, x in vars(self).items() if not k.startswith("_")]
+
+def _missing(name):
+    "Say who could give an output."
+    how = dict(logprobs="show(batch, policy, …)", entropy="show(batch, policy, …)", values="show(batch, critic=…)",
+               scores="show(batch, scorer, …)").get(name, f"batch[{name!r}] = …")
+    return f"show: the loss reads out.{name}, which no model and no column gives; give it: {how}"
 
 def loss_gradients(
     loss:Callable, # loss(out, b) → (0-d tensor, metrics), as for `policy.step`
@@ -95,7 +102,7 @@ def show(
     loss:Callable|None=None, # loss(out, b), as for `policy.step`: draws ∂loss/∂log π of each token
     tokenizer=None, # decodes the tokens; None: what made the batch
     by:str|None=None, # number that tokens are coloured by: "gradient", "advantages", "ratio", "mismatch", "kl", …
-    rows:int|Sequence[int]=16, # how many rows are drawn, groups together; or the numbers of those that are
+    rows:int|Sequence[int]|Tensor=16, # how many rows are drawn; or which: numbers, or a Bool `[B]`
     tokens:int=2400, # most tokens that are coloured in all; the middle of longer rows is folded
 )->Drawing: # draws itself in a notebook; .html(path) writes a file, .numbers has what is drawn
     """Draw rows as text: groups together, the best score first, each chosen token coloured by a number.
