@@ -186,7 +186,7 @@ class Drawing:
         for side in self.sides:
             verdicts = side.verdicts()
             lines.append(side.about())
-            for places, _ in side.prompts():
+            for places, _ in side.prompts().values():
                 lines.append(one_line(side.prompt(places[0]), 110))
                 for i in places:
                     end = f"  [{', '.join(remarks)}]" if (remarks := side.remarks(i)) else ""
@@ -229,8 +229,7 @@ class Drawing:
 
     def _prompts(self):
         "Draw prompt by prompt; of two batches, the answers of each beside the other's."
-        answers = [{s.key(places[0]): (places, more) for places, more in s.prompts()} for s in self.sides]
-        verdicts = [s.verdicts() for s in self.sides]
+        answers, verdicts = [s.prompts() for s in self.sides], [s.verdicts() for s in self.sides]
         for key in dict.fromkeys(k for known in answers for k in known):
             side, known = next((s, x) for s, x in zip(self.sides, answers, strict=True) if key in x)
             shared = common_media([side.media(i) for i in known[key][0]])
@@ -286,18 +285,21 @@ class Drawing:
         return f'<span title="{html.escape(tip)}"' + (f' style="{style}"' if style else "") + f">{shown}</span>"
 
 # %% ../../nbs/data/19_drawing.ipynb #f648c45a
+_LOGPROBS = ("logprobs", "old_logprobs", "rollout_logprobs")     # the first that is there is the policy's
+
 def constant_of(columns:Sequence[tuple[Tensor|None, Tensor]])->str: # "": there are several
     "Return the value that a number has at all chosen tokens, to three digits."
     found = {f"{v:.3g}" for x, mask in columns if x is not None for v in x[mask].unique()[:1000].tolist()}
     return found.pop() if len(found) == 1 else ""
 
 def told(numbers:Mapping[str, float])->list[str]: # lines
-    "Say the numbers of a token; log-probs in one line, and once where they are equal."
-    logprobs = {k[:-9] or "now": f"{x:.3g}" for k, x in numbers.items() if k.endswith("logprobs")}
+    "Say the numbers of a token. Log-probs are a line, on which another policy's stands where it is another number."
     lines = [f"{label(k)} {x:.3g}" for k, x in numbers.items() if not k.endswith("logprobs")]
+    logprobs = {k: f"{numbers[k]:.3g}" for k in _LOGPROBS if k in numbers}
+    logprobs |= {k: f"{x:.3g}" for k, x in numbers.items() if k.endswith("logprobs") and k not in logprobs}
     if not logprobs: return lines
-    if len(alike := {*logprobs.values()}) == 1: return [*lines, f"log π {alike.pop()}"]
-    return [*lines, "log π " + " ".join(f"{k} {x}" for k, x in logprobs.items())]
+    first = next(iter(logprobs.values()))
+    return [*lines, f"log π {first}" + "".join(f", {k[:-9]} {x}" for k, x in logprobs.items() if x != first)]
 
 def drawn_prompt(text:str, most:int=500)->str: # HTML
     "Write a prompt; of a long one the end, and the whole of it behind a triangle."

@@ -206,18 +206,20 @@ class DrawnRows:
         "Whether tokens are drawn one by one: by a tokenizer, or as ids where there is no text at all."
         return "tokens" in self.tensors and (self.tokenizer is not None or "completion" not in self.lists)
 
-    def prompts(self)->list[tuple[list[int], int]]:
-        "List the rows of each prompt, as places among those that are drawn, and how many more there are."
-        at, made = 0, []
+    def prompts(self)->dict[tuple, tuple[list[int], int]]:
+        "Return the rows of each prompt, as places among those that are drawn, and how many more its group has."
+        at, made = 0, {}
         for pick in self.picks:
             places, at = range(at, at + len(pick.rows)), at + len(pick.rows)
-            runs = [list(run) for _, run in groupby(places, self.key)]
-            made += [(run, pick.left_out if run is runs[-1] else 0) for run in runs]
+            runs = [(key, list(run)) for key, run in groupby(places, self._prompt_ids)]
+            for key, run in runs:      # two groups may have one prompt
+                times = sum(known == key for known, _ in made)
+                made[key, times] = run, pick.left_out if run is runs[-1][1] else 0
         return made
 
-    def key(self, i:int)->tuple:
+    def _prompt_ids(self, i):
         "Return what rows with the same prompt have in common."
-        return tuple(self.ids[i][:self.starts[i]]) or (self.lists.get("prompt", [i]*len(self))[i].__repr__(),)
+        return tuple(self.ids[i][:self.starts[i]]) or (repr(self.lists.get("prompt", [i]*len(self))[i]),)
 
     def decode(self, ids:Sequence[int])->str:
         "Return ids as text; as numbers without a tokenizer."
