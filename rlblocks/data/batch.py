@@ -18,6 +18,8 @@ from ..arithmetic.passes import sent
 from .columns import HasColumns, check_meaning, join, kind_of, kinds_of, listed, shape_of, tokens_first
 from .media import TYPE_IDS, SpareRow, spare_rows
 from .cuts import cut, lightest, minibatches, parts
+from .drawing import Drawing
+from .drawn_rows import DrawnRows, picks_of
 from .packing import rows_by
 
 # %% ../../nbs/data/00_batch.ipynb #6f946543
@@ -251,12 +253,31 @@ def check_sampled_at(batch:"Batch", name:str, given:Any, neutral:int):
                          f"was sampled at {float(rows[odd][0]):g}; log-probs of unlike distributions have no ratio. "
                          "Ask the engine for processed log-probs.")
 
+# %% ../../nbs/data/00_batch.ipynb #6b00e852
+def summary(batch:"Batch")->str:
+    "Return a line about a batch: how many rows, and the names of columns with the axes that are not the batch's own."
+    def names(kind):
+        axes = {k: list(batch.columns[k].shape[2 if kind == "token" else 1:]) if kind != "list" else []
+                for k, of in batch.kinds.items() if of == kind}
+        return ", ".join(f"{k}{x or ''}" for k, x in axes.items())
+    state = "filler" if batch.filler else "part" if batch.is_part else "whole"
+    each = [f"{title}: {names(kind)}" for kind, title in (("token", "per token"), ("row", "per row"), ("list", "lists"))
+            if kind in batch.kinds.values()]
+    wide = "" if batch.width is None else f" of {batch.width} tokens"
+    return f"Batch({len(batch)} rows{wide}, {state}; {'; '.join(each)})"
+
+def drawn(batch:"Batch")->str|None: # HTML; None: there is no text
+    "Draw the first groups of a batch with the numbers in its columns."
+    if not len(batch) or not {"tokens", "completion", "prompt"} & batch.columns.keys(): return None
+    return Drawing([DrawnRows(batch, picks_of(batch))]).fragment()
+
 # %% ../../nbs/data/00_batch.ipynb #28755380
 class Batch:
     """Rows as named columns: tensors `[B, …]` or lists of `B` objects; a part remembers its whole.
 
     A row begins in column 0, padding is behind it. `batch["name"] = x` adds a column, per token if it has two axes or
     more; `set(name, x, per="row")` one whose second axis is not tokens. It and its kind travel with the rows."""
+    tokenizer:Any = None     # draws the rows as text
 
     def __init__(self, /,
         *,
@@ -288,22 +309,32 @@ class Batch:
 
     def __setitem__(self, name, x): self.set(name, x)
     def __setattr__(self, name, value): raise AttributeError(f"Batch: write batch[{name!r}] = … to set a column")
+    def __getstate__(self): return {k: x for k, x in vars(self).items() if k != "tokenizer"}
     def __setstate__(self, old): vars(self).update(old if "kinds" in old else old | dict(kinds=kinds_of(old)))
     def __copy__(self): return like(self, self.columns)
     def __contains__(self, name): return name in self.columns
     def __len__(self): return len(next(iter(self.columns.values())))
-    def __repr__(self):
-        kind, each = "filler" if self.filler else "part" if self._whole else "whole", self.columns.items()
-        return f"Batch({len(self)} rows, {kind}: {', '.join(f'{k} {shape_of(v)}' for k, v in each)})"
+    def __dir__(self): return [*super().__dir__(), *self.columns]
+    def _ipython_key_completions_(self): return list(self.columns)
+    def __repr__(self): return summary(self)
+    def _repr_html_(self): return drawn(self)
 
     def _like(self, columns, whole, filler=False):
         new, kinds = object.__new__(Batch), {k: self.kinds[k] for k in columns}
-        vars(new).update(columns=dict(columns), kinds=kinds, _whole=whole, filler=filler)
+        vars(new).update(columns=dict(columns), kinds=kinds, _whole=whole, filler=filler, tokenizer=self.tokenizer)
         return new
 
     def _rows(self, rows, whole, filler=False):
         pick = lambda v: v[rows.to(v.device)] if isinstance(v, Tensor) else [v[i] for i in rows.tolist()]
         return self._like({k: pick(v) for k, v in self.columns.items()}, whole, filler)
+
+    def with_tokenizer(self,
+        tokenizer, # what made the ids; None: nothing
+    )->"Batch": # copies nothing
+        "Return the same rows, which are drawn as text by this tokenizer; it is no column, and pickles leave it out."
+        new = like(self, self.columns)
+        vars(new)["tokenizer"] = tokenizer
+        return new
 
     def is_per_token(self, name:str)->bool: # True for `[B, T, …]`
         "Whether a column follows the tokens (and is padded with them) or the rows."
