@@ -80,8 +80,8 @@ def toctree(caption, names):
 
 def index(tutorials):
     "The start page: docs/index.md, moved to the top of the tree, and the sidebar of the site."
-    text = (ROOT/"docs/index.md").read_text(encoding="utf-8").replace("](../", "](")
-    text = re.sub(r"\]\((\w+\.md)", r"](docs/\1", text).replace("](docs/README", "](README")
+    text = (ROOT/"docs/index.md").read_text(encoding="utf-8")
+    text = LINK.sub(lambda m: f"]({normpath(f'docs/{m[1]}')}{m[2] or ''})", text)
     trees = {"Start": START.split(), "Guides": GUIDES.split(), "Tutorials": tutorials,
              "Packages": [f"docs/api/{name}" for name in readme.PACKAGES], "Project": PROJECT.split()}
     return text + "\n" + "\n".join(toctree(*tree) for tree in trees.items())
@@ -100,7 +100,7 @@ def gallery(books):
         link = relpath(path, "docs")
         folder = dirname(path).removeprefix("nbs").strip("/") or "guides"
         sections.setdefault(folder, []).append(
-            f":::{{container}} card\n[![{title}]({relpath(name, 'docs')})]({link})\n\n[**{title}**]({link})\n{about}\n:::\n")
+            f":::{{container}} card\n[![{title}]({relpath(name, 'docs')})]({link})\n\n[**{title}**]({link})\n\n{about}\n:::\n")
     order = sorted(sections, key=["tutorials", "guides", *readme.PACKAGES].index)
     text = ["# Gallery\n\n> What the notebooks draw: a picture each, and the code behind it\n",
             "Each picture is a stored output. It links to the notebook whose code draws it.\n"]
@@ -156,31 +156,67 @@ def prose(doc):
         else: yield escaped(" ".join(part.split())) + "\n"
 
 
+def definitions():
+    "{name: (node, lines of its file)} of all functions and classes at the top of modules."
+    found = {}
+    for path in sorted(ROOT.glob("rlblocks/*/*.py")):
+        lines = path.read_text(encoding="utf-8").splitlines()
+        for n in ast.parse("\n".join(lines)).body:
+            if isinstance(n, ast.FunctionDef | ast.ClassDef): found.setdefault(n.name, (n, lines))
+    return found
+
+
 def signature(node, lines):
     "A function as it stands in the source, down to its docstring: each parameter with its comment."
     end = node.body[0].lineno - 1
-    text = "\n".join(lines[node.lineno-1:end]) if end >= node.lineno else lines[node.lineno-1].split(':"')[0]
+    text = "\n".join(lines[node.lineno-1:end]) if end >= node.lineno else lines[node.lineno-1]
+    if end < node.lineno: text = text[:node.body[0].col_offset].rstrip()         # its body is on the same line
     return re.sub(r"(?m)^" + " "*node.col_offset, "", text).rstrip()
 
 
-def entry(node, lines, name, level, lesson):
-    "A function or class: heading, signature, docstring; of a class, its public methods below."
-    yield f"{'#'*level} `{name}`\n"
-    if isinstance(node, ast.ClassDef):
-        init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
-        fields = [n for n in node.body if isinstance(n, ast.AnnAssign)]
-        code = signature(init, lines).replace("def __init__", f"class {name}", 1) if init else "\n".join(
-            [f"class {name}:", *(f"    {lines[n.lineno-1].strip()}" for n in fields)])
-    else: code = signature(node, lines)
-    yield f"```python\n{code}\n```\n"
+def members(node, lines, known):
+    """(name, node, lines) of the public methods of a class: those of its bases, its own, and functions that it takes in
+    (`parts, cut = parts, cut`); for a property in one line, its docstring in the node's place."""
+    found = {}
+    for base in node.bases:
+        if isinstance(base, ast.Name) and base.id in known:
+            found |= {name: rest for name, *rest in members(*known[base.id], known)}
+    for n in node.body:
+        if isinstance(n, ast.FunctionDef): found[n.name] = [n, lines]
+        if not isinstance(n, ast.Assign): continue
+        pairs = zip(n.targets[0].elts, n.value.elts) if isinstance(n.targets[0], ast.Tuple) else [(n.targets[0], n.value)]
+        for target, value in pairs:
+            doc = next((k.value.value for k in getattr(value, "keywords", ()) if k.arg == "doc"), None)
+            if doc: found[target.id] = [doc, lines]
+            for x in (value, *getattr(value, "args", ())):
+                if isinstance(x, ast.Name) and x.id in known: found[target.id] = list(known[x.id])
+    return [(name, *rest) for name, rest in found.items() if not name.startswith("_")]
+
+
+def code_of(node, lines, name):
+    "The signature of a function, or of a class: that of `__init__`, or its fields."
+    if isinstance(node, ast.FunctionDef): return signature(node, lines)
+    init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
+    if init: return signature(init, lines).replace("def __init__", f"class {name}", 1)
+    fields = [lines[n.lineno-1].strip() for n in node.body if isinstance(n, ast.AnnAssign)]
+    return "\n    ".join([f"class {name}:", *fields])
+
+
+def entry(node, lines, name, known, lesson):
+    "A function or class: heading, signature, docstring, lesson; of a class, its public methods below."
+    yield f"### `{name}`\n\n```python\n{code_of(node, lines, name)}\n```\n"
     yield from prose(ast.get_docstring(node) or "")
-    if lesson: yield lesson + "\n"
-    for n in node.body if isinstance(node, ast.ClassDef) else ():
-        if isinstance(n, ast.FunctionDef) and not n.name.startswith("_"):
-            yield from entry(n, lines, f"{name}.{n.name}", level + 1, "")
+    yield lesson + "\n"
+    if not isinstance(node, ast.ClassDef): return
+    for method, inner, text in members(node, lines, known):
+        yield f"#### `{name}.{method}`\n"
+        if isinstance(inner, str): yield escaped(inner) + "\n"
+        else:
+            yield f"```python\n{signature(inner, text)}\n```\n"
+            yield from prose(ast.get_docstring(inner) or "")
 
 
-def module_entries(module, path, cells, offered):
+def module_entries(module, path, cells, offered, known):
     "The API of one module, in the order of its notebook."
     lines = (ROOT/f"rlblocks/{module.replace('.', '/')}.py").read_text(encoding="utf-8").splitlines()
     tree = ast.parse("\n".join(lines))
@@ -198,18 +234,18 @@ def module_entries(module, path, cells, offered):
         seen.add(name)
         anchor = f"#{slug(heading[name])}" if heading.get(name) else ""
         where = "rlblocks" if name in offered else f"rlblocks.{module}"
-        yield from entry(node, lines, name, 3, f"`from {where} import {name}` · "
+        yield from entry(node, lines, name, known, f"`from {where} import {name}` · "
                          f"[lesson](../../{path.relative_to(ROOT).as_posix()}{anchor})")
 
 
-def api(package, holds, offered):
+def api(package, holds, offered, known):
     "The page of a package: its lessons, and every public name with its parameters, shapes and units."
     text, names = [f"# {package}\n\n> {holds}\n"], []
     for path in sorted((ROOT/"nbs"/package).glob("*.ipynb")):
         cells = pages.cells_of(path)
         names.append(f"../../{path.relative_to(ROOT).with_suffix('').as_posix()}")
         module = next((m[1] for _, t in cells if (m := re.search(r"#\| *default_exp ([\w.]+)", t))), None)
-        if module: text += module_entries(module, path, cells, offered)
+        if module: text += module_entries(module, path, cells, offered, known)
     return "\n".join([text[0], toctree("", names), *text[1:]])
 
 
@@ -232,9 +268,9 @@ def llms(texts):
     for caption, block in names:
         lines += ["", f"## {caption}", ""]
         for name in block.split():
-            lines.append(line(texts, name))
-            folder = next((f"nbs/{name.removeprefix('docs/api/')}/" for _ in [0] if name.startswith("docs/api/")), None)
-            lines += [line(texts, n.rpartition(".")[0]) for n in texts if folder and n.startswith(folder)]
+            name = name.rpartition("<")[2].rstrip(">")
+            lessons = f"nbs/{name.removeprefix('docs/api/')}/"
+            lines += [line(texts, name), *(line(texts, n.rpartition(".")[0]) for n in texts if n.startswith(lessons))]
     return "\n".join(lines) + "\n"
 
 
@@ -252,10 +288,10 @@ def tree():
     paths = [p for folder in ("nbs", "nbs/*", "tutorials") for p in sorted(ROOT.glob(f"{folder}/*.ipynb"))]
     books = {p.relative_to(ROOT).as_posix(): json.loads(p.read_text(encoding="utf-8")) for p in paths
              if p != ROOT/"nbs/index.ipynb"}            # it is README.md
-    offered = set(pages.offered())
+    offered, known = set(pages.offered()), definitions()
     texts = {name: json.dumps(prepared(nb), ensure_ascii=False) for name, nb in books.items()}
     texts |= {name: (ROOT/name).read_text(encoding="utf-8") for name in TEXTS}
-    texts |= {f"docs/api/{name}.md": api(name, holds, offered) for name, holds in readme.packages()}
+    texts |= {f"docs/api/{name}.md": api(name, holds, offered, known) for name, holds in readme.packages()}
     texts["docs/algorithms.md"] = algorithms()
     texts["docs/gallery.md"], files = gallery(books)
     texts["index.md"] = index([name.removesuffix(".ipynb") for name in books if name.startswith("tutorials/")])
