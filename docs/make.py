@@ -59,11 +59,12 @@ def prepared(nb):
 
 
 def titled(text):
-    "(title, subtitle) of a page; the subtitle is the quote below the title, or the first paragraph."
+    "(title, subtitle) of a page; the subtitle is the quote below the title, or the first sentence."
     text = re.sub(r"(?s)<!--.*?-->|^---\n.*?\n---\n", "", text)
     title = re.search(r"(?m)^# (.+)", text)[1]
     quote = re.search(r"(?m)^> (.+(?:\n> .+)*)", text) or re.search(r"(?m)^(?![#>|`:\s])(.+(?:\n.+)*)", text)
-    return title, " ".join(re.sub(r"(?m)^> ", "", quote[1]).split()) if quote else ""
+    about = " ".join(re.sub(r"(?m)^> ", "", quote[1]).split()) if quote else ""
+    return title, re.split(r"(?<=\.) (?=[A-Z])", re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", about))[0]
 
 
 def slug(heading):
