@@ -37,7 +37,8 @@ def check(wheel, sdist):
     with tarfile.open(sdist) as tar: source = {name.partition("/")[2] for name in tar.getnames()}
     for name, has in ((wheel.name, inside), (sdist.name, source)):
         assert not (lost := modules - has), f"{name} lacks {', '.join(sorted(lost)[:5])}"
-        assert "rlblocks/py.typed" in has and any(x.endswith("LICENSE") for x in has), f"{name} lacks py.typed or LICENSE"
+        assert "rlblocks/py.typed" in has, f"{name} lacks py.typed"
+        assert any(x.endswith("LICENSE") for x in has), f"{name} lacks LICENSE"
     assert {"setup.py", "settings.ini", "pyproject.toml", "README.md"} <= source, f"{sdist.name} cannot be built from"
 
 
@@ -58,7 +59,7 @@ def main(torch):
         run(python, "-m", "pip", "install", "-q", "-c", ROOT/"constraints.txt", f"{wheel}[notebook,cli]")
         (Path(there)/"tour.py").write_text(tour(), encoding="utf-8")
         run(python, "tour.py", cwd=there)
-        run(python, "-c", "import rlblocks; print('the tour ran with', rlblocks.__version__, rlblocks.__file__)", cwd=there)
+        run(python, "-c", "import rlblocks as r; print('the tour ran with', r.__version__, r.__file__)", cwd=there)
         run(Path(there)/"env/bin/rlblocks", "--help", cwd=there, stdout=subprocess.DEVNULL)
     print(f"{wheel.relative_to(ROOT)} and {sdist.relative_to(ROOT)} are ready; nothing was uploaded")
 

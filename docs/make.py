@@ -76,7 +76,8 @@ def slug(heading):
 
 def toctree(caption, names):
     "A table of contents that only the sidebar shows."
-    return "\n".join(["```{toctree}", ":hidden:", *([f":caption: {caption}"] if caption else []), "", *names, "```", ""])
+    title = [f":caption: {caption}"] if caption else []
+    return "\n".join(["```{toctree}", ":hidden:", *title, "", *names, "```", ""])
 
 
 def index(tutorials):
@@ -101,18 +102,20 @@ def gallery(books):
         link = relpath(path, "docs")
         folder = dirname(path).removeprefix("nbs").strip("/") or "guides"
         sections.setdefault(folder, []).append(
-            f":::{{container}} card\n[![{title}]({relpath(name, 'docs')})]({link})\n\n[**{title}**]({link})\n\n{about}\n:::\n")
+            f":::{{container}} card\n[![{title}]({relpath(name, 'docs')})]({link})\n\n"
+            f"[**{title}**]({link})\n\n{about}\n:::\n")
     order = sorted(sections, key=["tutorials", "guides", *readme.PACKAGES].index)
     text = ["# Gallery\n\n> What the notebooks draw: a picture each, and the code behind it\n",
             "Each picture is a stored output. It links to the notebook whose code draws it.\n"]
     for folder in order:
-        text.append("\n".join([f"## {folder.capitalize()}\n", "::::{container} gallery\n", *sections[folder], "::::\n"]))
+        text += [f"## {folder.capitalize()}\n", "::::{container} gallery\n", *sections[folder], "::::\n"]
     return "\n".join(text), files
 
 
 def equation(name, heading, text, doc):
     "The displayed equation of a block's lesson, or the sentence of its docstring that has one."
-    if heading == f"`{name}`" and (m := re.search(r"\$\$(.+?)\$\$", text, re.S)): return f"$$\n{m[1].strip().rstrip('.,;')}\n$$"
+    if heading == f"`{name}`" and (m := re.search(r"\$\$(.+?)\$\$", text, re.S)):
+        return f"$$\n{m[1].strip().rstrip('.,;')}\n$$"
     rest = " ".join(" ".join(doc.split("\n\n")[1:]).split())
     said = next((s for s in re.split(r"(?<=\.) (?=[A-ZΑ-Ω])", rest) if re.search("[=≤≥∈∑Σ∝√]", s)), "")
     return f":::{{container}} equation\n{escaped(said)}\n:::" if said else ""
@@ -123,8 +126,8 @@ def algorithms():
     books = list(pages.notebooks())
     everywhere = pages.addresses("\n".join(t for *_, cells in books for kind, t in cells if kind == "markdown"))
     text = ["# Algorithms\n\n> Every estimator and loss with its equation, its paper, its function and its lesson\n",
-            "Made from the notebooks and the docstrings. A function takes and returns tensors and fits any loop. To choose "
-            "between them, [which loss for what](../nbs/which_loss.ipynb) begins with the data that there is.\n"]
+            "Made from the notebooks and the docstrings. A function takes and returns tensors and fits any loop. To "
+            "choose between them, [which loss for what](../nbs/which_loss.ipynb) begins with the data that there is.\n"]
     for path, module, cells in books:
         package, where = module.split(".")[0], f"../{path.relative_to(ROOT).as_posix()}"
         if package not in ALGORITHMS: continue
@@ -185,8 +188,9 @@ def members(node, lines, known):
     for n in node.body:
         if isinstance(n, ast.FunctionDef): found[n.name] = [n, lines]
         if not isinstance(n, ast.Assign): continue
-        pairs = zip(n.targets[0].elts, n.value.elts) if isinstance(n.targets[0], ast.Tuple) else [(n.targets[0], n.value)]
-        for target, value in pairs:
+        left, right = n.targets[0], n.value
+        several = isinstance(left, ast.Tuple)
+        for target, value in zip(left.elts, right.elts, strict=True) if several else [(left, right)]:
             doc = next((k.value.value for k in getattr(value, "keywords", ()) if k.arg == "doc"), None)
             if doc: found[target.id] = [doc, lines]
             for x in (value, *getattr(value, "args", ())):
@@ -226,8 +230,8 @@ def module_entries(module, path, cells, offered, known):
     of = pages.sections(cells)
     heading = {name: of[i][0] for name, _, i in pages.exported(cells)}
     title, about = titled(cells[0][1])
-    yield f"## {title}\n\n{about}. Module `rlblocks.{module}`, lesson [{path.stem}](../../{path.relative_to(ROOT).as_posix()}).\n"
-    seen = set()
+    lesson, seen = f"../../{path.relative_to(ROOT).as_posix()}", set()
+    yield f"## {title}\n\n{about}. Module `rlblocks.{module}`, lesson [{path.stem}]({lesson}).\n"
     for node in tree.body:
         name = getattr(node, "name", None)
         if name not in public or name in seen: continue
@@ -235,8 +239,7 @@ def module_entries(module, path, cells, offered, known):
         seen.add(name)
         anchor = f"#{slug(heading[name])}" if heading.get(name) else ""
         where = "rlblocks" if name in offered else f"rlblocks.{module}"
-        yield from entry(node, lines, name, known, f"`from {where} import {name}` · "
-                         f"[lesson](../../{path.relative_to(ROOT).as_posix()}{anchor})")
+        yield from entry(node, lines, name, known, f"`from {where} import {name}` · [lesson]({lesson}{anchor})")
 
 
 def api(package, holds, offered, known):

@@ -14,7 +14,8 @@ def default(x):
 
 def parameters(f, *, bound=False):
     "`(a, b, *, c=1)` of a function: without annotations, which may become wider; `bound` leaves `self` out."
-    given = [p.replace(annotation=p.empty, default=default(p.default)) for p in inspect.signature(f).parameters.values()]
+    parts = inspect.signature(f).parameters.values()
+    given = [p.replace(annotation=p.empty, default=default(p.default)) for p in parts]
     return str(inspect.Signature(given[bound:])).replace("Ellipsis", "…")
 
 
