@@ -1,5 +1,6 @@
 "The site: every page has its place and its twin, and every link leads somewhere, before Sphinx and after it."
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -53,10 +54,17 @@ def test_every_page_is_in_the_sidebar_once_has_a_twin_and_is_listed_for_assistan
     assert sorted(listed) == sorted(pages)
 
 
-def test_nothing_that_only_nbdev_reads_is_shown(tree):
-    texts, _ = tree
-    for name, text in texts.items():
-        assert name.startswith("docs/") or "#| " not in text.replace("`#| ", ""), name
+def test_hidden_cells_and_directives_are_not_shown(tree):
+    texts, hidden = tree[0], 0
+    for name in (x for x in texts if x.endswith(".ipynb")):
+        shown = {"".join(c["source"]).strip() for c in json.loads(texts[name])["cells"]}
+        assert not any(re.match(r"#\s*\|", x) for x in shown), name
+        for cell in json.loads((ROOT/name).read_text(encoding="utf-8"))["cells"]:
+            source = "".join(cell["source"])
+            if cell["cell_type"] != "code" or not re.match(r"#\s*\| *hide", source): continue
+            hidden += 1
+            assert source.partition("\n")[2].strip() not in shown, f"{name} shows {source[:80]!r}"
+    assert hidden > 100
 
 
 def test_the_api_has_every_public_name_with_its_parameters(tree):
