@@ -22,12 +22,14 @@ def run(*words, **options):
 
 
 def build():
-    "(wheel, source distribution), made from the files of this folder as they are."
+    "(wheel, source distribution): the second of the files of this folder as they are, the first from the second."
     for old in [*DIST.glob("*.whl"), *DIST.glob("*.tar.gz")]: old.unlink()
-    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", DIST, ROOT)
+    DIST.mkdir(exist_ok=True)
     run(sys.executable, "-c", "import setuptools.build_meta as build; build.build_sdist('dist')", cwd=ROOT,
         stdout=subprocess.DEVNULL)
-    return next(DIST.glob("*.whl")), next(DIST.glob("*.tar.gz"))
+    sdist = next(DIST.glob("*.tar.gz"))
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", DIST, sdist)
+    return next(DIST.glob("*.whl")), sdist
 
 
 def check(wheel, sdist):
@@ -39,7 +41,6 @@ def check(wheel, sdist):
         assert not (lost := modules - has), f"{name} lacks {', '.join(sorted(lost)[:5])}"
         assert "rlblocks/py.typed" in has, f"{name} lacks py.typed"
         assert any(x.endswith("LICENSE") for x in has), f"{name} lacks LICENSE"
-    assert {"setup.py", "settings.ini", "pyproject.toml", "README.md"} <= source, f"{sdist.name} cannot be built from"
 
 
 def tour():

@@ -33,6 +33,7 @@ html_static_path = [str(HERE/"style.css"), str(MATHJAX)]
 html_css_files = ["style.css"]
 templates_path = [str(HERE/"templates")]
 html_copy_source = False
+html_use_index = False
 html_show_sphinx = False
 html_theme_options = dict(sidebar_hide_name=False, navigation_with_keys=True, top_of_page_buttons=[])
 
