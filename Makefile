@@ -119,6 +119,7 @@ suite: .venv/.dev
 # choices, tutorials at full length.
 # What it says is written to benchmarks/results/test_long.txt.
 test-long: .venv/.dev pythons
+	-$(MAKE) --no-print-directory .venv/.docs	# without it the test of the site skips
 	set -o pipefail; { echo "make test-long at $$(git log -1 --format='%h, %cs'), run on $$(date +%F), $$(uname -m), $$(nproc --all) cores"; \
 	$(BIN)/python -m pytest -m long $(SIDE_BY_SIDE) --durations=0 --durations-min=1 tests; } | tee benchmarks/results/test_long.txt
 
