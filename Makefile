@@ -9,7 +9,7 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 
 OUT ?= benchmarks/results
 
-.PHONY: demo gpu test suite test-long test-times setup dev peers torchvision vllm hubs pythons parity export readme lint clean
+.PHONY: demo gpu test suite test-long test-times setup dev peers torchvision vllm hubs pythons parity export readme docs release lint clean
 
 setup: .venv/.demo
 dev: .venv/.dev
@@ -78,6 +78,14 @@ pythons: .venv/.3.12 .venv/.3.13
 	.venv/$*/bin/python -m pip install -q -c constraints.txt einops jaxtyping numpy pytest hypothesis && touch $@ \
 	|| { rm -rf .venv/$*; echo "make pythons: there is no Python $*; its test will skip" >&2; }
 
+# The site has Sphinx and its theme in an environment of its own, and MathJax, which it carries, from a package of Django's.
+DOCS := sphinx myst-nb furo
+.venv/.docs: constraints.txt
+	$(PYTHON) -m venv .venv/docs
+	.venv/docs/bin/python -m pip install -q -c constraints.txt $(DOCS)
+	.venv/docs/bin/python -m pip install -q --no-deps -c constraints.txt django-static-mathjax
+	touch $@
+
 # One thread a process: small models gain nothing from two, and two processes run side by side. Each notebook has a process of its
 # own (tests/test_notebooks.py): the type-checking hook that one installs must not reach the next.
 # CI tells hypothesis to draw the same examples every time: a red run can be run again. By hand, a notebook or a test draws fresh ones.
@@ -111,6 +119,7 @@ suite: .venv/.dev
 # choices, tutorials at full length.
 # What it says is written to benchmarks/results/test_long.txt.
 test-long: .venv/.dev pythons
+	-$(MAKE) --no-print-directory .venv/.docs	# without it the test of the site skips
 	set -o pipefail; { echo "make test-long at $$(git log -1 --format='%h, %cs'), run on $$(date +%F), $$(uname -m), $$(nproc --all) cores"; \
 	$(BIN)/python -m pytest -m long $(SIDE_BY_SIDE) --durations=0 --durations-min=1 tests; } | tee benchmarks/results/test_long.txt
 
@@ -137,8 +146,18 @@ readme: .venv/.dev
 	$(BIN)/nbdev-test nbs/gpu.ipynb --n-workers 0 --save
 	$(BIN)/nbdev-clean --fname nbs/gpu.ipynb
 
+# build/site: notebooks with their stored outputs, the API from the source; nothing is run. A warning is an error.
+docs: .venv/.docs
+	rm -rf build/site
+	.venv/docs/bin/python docs/make.py build/pages
+	.venv/docs/bin/sphinx-build -q -W --keep-going -j 2 -b html -c docs build/pages build/site
+
+# dist/: wheel and source distribution, then the tour in an environment that has the wheel and nothing of this folder
+release: .venv/.dev
+	$(BIN)/python .ci/release.py $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+
 lint: .venv/.dev
-	$(BIN)/ruff check rlblocks tests benchmarks tutorials nbs
+	$(BIN)/ruff check rlblocks tests benchmarks tutorials nbs docs
 	$(BIN)/pyright
 	$(BIN)/lint-imports
 

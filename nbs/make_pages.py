@@ -30,8 +30,8 @@ MAP = """# Map
 Made by `nbs/make_pages.py`. Each notebook is the source of the module of its name. A package imports only from packages
 before it; numbers are the reading order. `import rlblocks` loads the packages down to `data`, which need torch, einops
 and jaxtyping; the others are loaded when a name of theirs is first used."""
-PAGES = ("your_loop commands blocks which_loss conventions sampling media agents rewards distillation layouts clusters "
-         "inside guarantees gpu").split()
+PAGES = ("tour your_loop commands blocks which_loss conventions sampling media agents rewards distillation layouts "
+         "clusters inside guarantees gpu").split()
 
 
 def cells_of(path):
@@ -99,7 +99,7 @@ def table(path, module, cells, everywhere, flat):
     rows, of, link = [], sections(cells), path.relative_to(ROOT/"nbs")
     for name, doc, i in exported(cells):
         heading, text = of[i]
-        anchor = f"#{name}" if heading == f"`{name}`" else ""
+        anchor = f"#{name.lower()}" if heading == f"`{name}`" else ""
         where = "" if name in flat else f" (`rlblocks.{module}`)"
         cited = ", ".join(papers(doc, addresses(text), everywhere))
         rows.append(f"| [`{name}`]({link}{anchor}){where} | {sentence(doc)} | {cited} |")

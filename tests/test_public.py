@@ -22,7 +22,8 @@ NOTEBOOKS = sorted([*ROOT.glob("nbs/**/*.ipynb"), *ROOT.glob("tutorials/*.ipynb"
 TUTORIALS = sorted(ROOT.glob("tutorials/*.ipynb"))
 OWN_LOOP = [p for p in TUTORIALS if "default_exp loops." in p.read_text(encoding="utf-8")]
 OTHERS = [p for p in TUTORIALS if p not in OWN_LOOP]       # they import the loops of these
-MARKDOWN = ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")
+MARKDOWN = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "benchmarks/README.md", "docs/coming_from.md",
+            "docs/troubleshooting.md")
 EQUATION = re.compile("[=≤≥∈∑Σ∝−·√]")
 SOURCE = re.compile(r"\b(19|20)\d\d\b")
 
@@ -247,7 +248,8 @@ def names(tree):
 
 
 # of the reader, of another library or of our tests; `rlblocks` has no such names
-THEIRS = {"loss", "head", "grpo", "partial", "get_repetition_penalty_reward", "on_ranks", "vllm_python",
+THEIRS = {"loss", "head", "grpo", "partial", "get_repetition_penalty_reward", "on_ranks", "vllm_python", "GRPOTrainer",
+          "compute_score",
           "supervise", "ended_by_itself"}      # the last two of `rlblocks.placement.restarts`, as is said there
 
 
