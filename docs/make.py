@@ -203,7 +203,7 @@ def code_of(node, lines, name):
     "The signature of a function, or of a class: that of `__init__`, or its fields."
     if isinstance(node, ast.FunctionDef): return signature(node, lines)
     init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
-    if init: return signature(init, lines).replace("def __init__", f"class {name}", 1)
+    if init: return re.sub(r"^def __init__\(self(, /)?,? ?", f"{name}(", signature(init, lines)).rstrip(":")
     fields = [lines[n.lineno-1].strip() for n in node.body if isinstance(n, ast.AnnAssign)]
     return "\n    ".join([f"class {name}:", *fields])
 
@@ -242,7 +242,7 @@ def module_entries(module, path, cells, offered, known):
         anchor = f"#{slug(heading[name])}" if heading.get(name) else ""
         yield from entry(node, lines, name, known, f"[Lesson]({lesson}{anchor})")
     if rest := [f"`{name}`" for name in public if name not in offered]:
-        yield f"In `rlblocks.{module}`, for who reads on: {', '.join(rest)}.\n"
+        yield f"In `rlblocks.{module}`, for those who read on: {', '.join(rest)}.\n"
 
 
 def api(package, holds, offered, known):
