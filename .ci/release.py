@@ -43,6 +43,14 @@ def check(wheel, sdist):
         assert any(x.endswith("LICENSE") for x in has), f"{name} lacks LICENSE"
 
 
+def check_version():
+    "AssertionError where settings.ini, CHANGELOG.md and CITATION.cff do not name the same version."
+    texts = {name: (ROOT/name).read_text(encoding="utf-8") for name in ("settings.ini", "CHANGELOG.md", "CITATION.cff")}
+    version = re.search(r"(?m)^version = (\S+)", texts["settings.ini"])[1]
+    assert f"\n## {version}\n" in texts["CHANGELOG.md"], f"CHANGELOG.md has no section {version}"
+    assert f"\nversion: {version}\n" in texts["CITATION.cff"], f"CITATION.cff names another version than {version}"
+
+
 def tour():
     "The code of nbs/tour.ipynb as a program."
     cells = json.loads((ROOT/"nbs/tour.ipynb").read_text(encoding="utf-8"))["cells"]
@@ -51,6 +59,7 @@ def tour():
 
 
 def main(torch):
+    check_version()
     wheel, sdist = build()
     check(wheel, sdist)
     with tempfile.TemporaryDirectory() as there:

@@ -29,6 +29,7 @@ if not MATHJAX or not MATHJAX.exists():
 mathjax_path = MATHJAX.name
 
 html_theme = "furo"
+html_favicon = str(HERE/"favicon.svg")
 html_static_path = [str(HERE/"style.css"), str(MATHJAX)]
 html_css_files = ["style.css"]
 templates_path = [str(HERE/"templates")]

@@ -121,7 +121,7 @@ def equation(name, heading, text, doc):
     return f":::{{container}} equation\n{escaped(said)}\n:::" if said else ""
 
 
-def algorithms():
+def algorithms(offered):
     "Every estimator and loss: equation, paper, function, lesson."
     books = list(pages.notebooks())
     everywhere = pages.addresses("\n".join(t for *_, cells in books for kind, t in cells if kind == "markdown"))
@@ -136,7 +136,8 @@ def algorithms():
             heading, lesson = of[i]
             papers = ", ".join(pages.papers(doc, pages.addresses(lesson), everywhere))
             if not papers: continue                 # guards and pieces; docs/api has them
-            links = f"[Lesson]({where}#{slug(heading)}) · [parameters](api/{package}.md#{slug(name)})"
+            links = f"[Lesson]({where}#{slug(heading)})"
+            if name in offered: links += f" · [parameters](api/{package}.md#{slug(name)})"
             entries += [f"### `{name}`\n", escaped(" ".join(doc.split("\n\n")[0].split())), "",
                         equation(name, heading, lesson, doc), "", f"{papers} · {links}\n"]
         if entries:
@@ -202,7 +203,7 @@ def code_of(node, lines, name):
     "The signature of a function, or of a class: that of `__init__`, or its fields."
     if isinstance(node, ast.FunctionDef): return signature(node, lines)
     init = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
-    if init: return signature(init, lines).replace("def __init__", f"class {name}", 1)
+    if init: return re.sub(r"^def __init__\(self(, /)?,? ?", f"{name}(", signature(init, lines)).rstrip(":")
     fields = [lines[n.lineno-1].strip() for n in node.body if isinstance(n, ast.AnnAssign)]
     return "\n    ".join([f"class {name}:", *fields])
 
@@ -222,7 +223,8 @@ def entry(node, lines, name, known, lesson):
 
 
 def module_entries(module, path, cells, offered, known):
-    "The API of one module, in the order of its notebook."
+    """The API of one module: the names that `from rlblocks import …` offers, in the order of the source, and a line of
+    the others."""
     lines = (ROOT/f"rlblocks/{module.replace('.', '/')}.py").read_text(encoding="utf-8").splitlines()
     tree = ast.parse("\n".join(lines))
     public = next(ast.literal_eval(n.value) for n in tree.body if isinstance(n, ast.Assign)
@@ -231,15 +233,16 @@ def module_entries(module, path, cells, offered, known):
     heading = {name: of[i][0] for name, _, i in pages.exported(cells)}
     title, about = titled(cells[0][1])
     lesson, seen = f"../../{path.relative_to(ROOT).as_posix()}", set()
-    yield f"## {title}\n\n{about}. Module `rlblocks.{module}`, lesson [{path.stem}]({lesson}).\n"
+    yield f"## {title}\n\n{about}. Lesson: [{path.stem}]({lesson}).\n"
     for node in tree.body:
         name = getattr(node, "name", None)
-        if name not in public or name in seen: continue
+        if name not in public or name not in offered or name in seen: continue
         if any("overload" in ast.unparse(d) for d in node.decorator_list): continue
         seen.add(name)
         anchor = f"#{slug(heading[name])}" if heading.get(name) else ""
-        where = "rlblocks" if name in offered else f"rlblocks.{module}"
-        yield from entry(node, lines, name, known, f"`from {where} import {name}` · [lesson]({lesson}{anchor})")
+        yield from entry(node, lines, name, known, f"[Lesson]({lesson}{anchor})")
+    if rest := [f"`{name}`" for name in public if name not in offered]:
+        yield f"In `rlblocks.{module}`, for those who read on: {', '.join(rest)}.\n"
 
 
 def api(package, holds, offered, known):
@@ -296,7 +299,7 @@ def tree():
     texts = {name: json.dumps(prepared(nb), ensure_ascii=False) for name, nb in books.items()}
     texts |= {name: (ROOT/name).read_text(encoding="utf-8") for name in TEXTS}
     texts |= {f"docs/api/{name}.md": api(name, holds, offered, known) for name, holds in readme.packages()}
-    texts["docs/algorithms.md"] = algorithms()
+    texts["docs/algorithms.md"] = algorithms(offered)
     texts["docs/gallery.md"], files = gallery(books)
     texts["index.md"] = index([name.removesuffix(".ipynb") for name in books if name.startswith("tutorials/")])
     files |= {name: (ROOT/name).read_bytes() for name in FILES}
