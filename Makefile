@@ -8,8 +8,11 @@ EDITABLE := --config-settings editable_mode=compat
 TORCH := $(shell grep '^torch==' constraints.txt)
 
 OUT ?= benchmarks/results
+# as it was before `make test` sets it for hypothesis
+IN_CI := $(CI)
 
-.PHONY: demo gpu test suite test-long test-times setup dev peers torchvision vllm hubs pythons parity export readme docs release lint clean
+.PHONY: demo gpu test suite test-long test-times setup dev peers torchvision vllm hubs browser pythons parity export \
+        readme docs release lint clean
 
 setup: .venv/.demo
 dev: .venv/.dev
@@ -17,6 +20,7 @@ peers: .venv/.peers
 torchvision: .venv/.torchvision
 vllm: .venv/.vllm
 hubs: .venv/.openenv .venv/.verifiers
+browser: .venv/.browser
 pythons: .venv/.3.12 .venv/.3.13
 
 .venv/.torch: constraints.txt
@@ -70,6 +74,15 @@ pythons: .venv/.3.12 .venv/.3.13
 	.venv/$*/bin/python -m pip install -q -c constraints.txt $(HUB) && touch $@ \
 	|| { rm -rf .venv/$*; echo "make hubs: $* cannot be had; its tests in tests/hubs will skip" >&2; }
 
+# JupyterLab, Notebook, and playwright, which drives Chromium, in an environment beside the other, whose kernel they start. Chromium
+# is the machine's, under any of its names; only in CI, as root, it is installed.
+.venv/.browser: constraints.txt
+	{ command -v chromium chromium-browser google-chrome >/dev/null || \
+		{ test -n "$(IN_CI)" && test "$$(id -u)" = 0 && apt-get install -y -q chromium; }; } && \
+	$(PYTHON) -m venv .venv/browser && \
+	.venv/browser/bin/python -m pip install -q -c constraints.txt jupyterlab notebook jupyterlab_widgets playwright && touch $@ \
+	|| { rm -rf .venv/browser; echo "make browser: Chromium, JupyterLab or playwright cannot be had; tests/test_browser.py will skip" >&2; }
+
 # Other Pythons, where they are there, with what floors 0 to 2 need and their tests (tests/test_pythons.py)
 .venv/.3.12 .venv/.3.13: .venv/.%: .venv/.torch constraints.txt
 	for python in python$* $$HOME/.pyenv/versions/$*.*/bin/python3; do $$python -c "" 2>/dev/null && break; done; \
@@ -109,7 +122,7 @@ gpu:
 
 # ruff, pyright and import-linter run beside the tests' first minute, in which workers import and collect. It is make that runs
 # them so: Ctrl-C does not reach what a shell has begun with `&`.
-test: .venv/.dev .venv/.peers .venv/.torchvision .venv/.vllm .venv/.openenv .venv/.verifiers
+test: .venv/.dev .venv/.peers .venv/.torchvision .venv/.vllm .venv/.openenv .venv/.verifiers .venv/.browser
 	$(MAKE) --no-print-directory --keep-going -j2 lint suite
 
 suite: .venv/.dev

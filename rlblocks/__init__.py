@@ -292,8 +292,8 @@ __all__ = [
     "token_mask", "tool_environment", "topr_loss", "tpo_loss", "trajectory_returns", "truncated_weights",
     "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
     "value_loss", "value_metrics", "verdict_metrics", "verifiers_environment", "verifiers_rows", "vespo_loss",
-    "veto_mask", "vine_advantages", "vllm", "vtrace", "watch", "weighted_scores", "whiten", "within", "without_truncated",
-    "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss", "zero", "zero_unweighted",
+    "veto_mask", "vine_advantages", "vllm", "vtrace", "watch", "weighted_scores", "whiten", "within",
+    "without_truncated", "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss", "zero", "zero_unweighted",
 ]
 
 def __getattr__(name):

@@ -1,7 +1,7 @@
-"""`watch` in JupyterLab and Notebook under Chromium, with the kernel of this environment: what a person does with the mouse.
+"""`watch` in JupyterLab and Notebook under Chromium: what a person does with the mouse.
 
-`make browser` has the server. Screenshots are kept in pytest's folder. BROWSER_KERNEL=python runs another kernel: an environment
-with another ipykernel beside this one's packages."""
+`make browser` has the server; the kernel is this environment. Screenshots are kept in pytest's folder. With
+BROWSER_KERNEL=python another kernel runs: an environment with another ipykernel and this one's packages."""
 import json
 import os
 import re
@@ -22,7 +22,7 @@ CHROMIUM = next((p for n in ("chromium", "chromium-browser", "google-chrome") if
 if not (SERVER/"bin/jupyter-lab").exists():
     pytest.skip("JupyterLab and playwright are not there: make browser", allow_module_level=True)
 if not CHROMIUM: pytest.skip("there is no Chromium on PATH: make browser says how to get it", allow_module_level=True)
-sys.path += [str(p) for p in SERVER.glob("lib/python3.*/site-packages")]       # playwright; what is here too comes first
+sys.path += map(str, SERVER.glob("lib/python3.*/site-packages"))      # playwright; what is here too comes first
 sync_playwright = pytest.importorskip("playwright.sync_api").sync_playwright
 
 CELLS = ['''
@@ -32,15 +32,16 @@ def loop(steps=400, kl_coef=.02, seconds=.1):
     def loss(out, b): return kl_coef, {}
     for step in range(steps):
         time.sleep(seconds)
-        yield dict(step=step, reward=1 - .98**step, kl=Mean(kl_coef*step, 1), length=20 + step % 7, clip_frac=.1, grad_norm=1/(1 + step),
-                   seconds_rollout=.06 + .01*(step % 3), seconds_step=.04, lr=1e-3, used=loss(0, 0)[0])''', '''
+        yield dict(step=step, reward=1 - .98**step, kl=Mean(kl_coef*step, 1), length=20 + step % 7, clip_frac=.1,
+                   grad_norm=1/(1 + step), seconds_rollout=.06 + .01*(step % 3), seconds_step=.04, lr=1e-3,
+                   used=loss(0, 0)[0])''', '''
 w = watch(loop(), sliders=dict(kl_coef=(0, .2)))
 for m in w: pass''', '''
 for m in w: pass''', '''
 async for m in w: pass''', '''
 import json
-print("SAID", json.dumps([[m["step"] for m in w.rows] == list(range(len(w.rows))), len(w.rows), w.marks, [m["used"] for m in w.rows],
-                          [m["kl_coef"] for m in w.rows]]))''']
+print("SAID", json.dumps([[m["step"] for m in w.rows] == list(range(len(w.rows))), len(w.rows), w.marks,
+                          [m["used"] for m in w.rows], [m["kl_coef"] for m in w.rows]]))''']
 
 
 @pytest.fixture(scope="module")
@@ -51,19 +52,22 @@ def server(tmp_path_factory):
     spec.mkdir(parents=True)
     env = dict(PYTHONPATH=str(ROOT), OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1")
     (spec/"kernel.json").write_text(json.dumps(dict(
-        argv=[KERNEL, "-m", "ipykernel_launcher", "-f", "{connection_file}"], display_name="here", language="python", env=env)))
+        argv=[KERNEL, "-m", "ipykernel_launcher", "-f", "{connection_file}"], display_name="here", language="python",
+        env=env)))
     quiet = folder/"settings/@jupyterlab/apputils-extension"
     quiet.mkdir(parents=True)
     (quiet/"notification.jupyterlab-settings").write_text('{"fetchNews": "false", "checkForUpdates": false}')
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    places = dict(HOME=folder, JUPYTER_PATH=folder/"share", JUPYTER_CONFIG_DIR=folder/"config", JUPYTER_DATA_DIR=folder/"data",
-                  JUPYTER_RUNTIME_DIR=folder/"runtime", JUPYTERLAB_SETTINGS_DIR=folder/"settings", IPYTHONDIR=folder/"ipython")
+    places = dict(HOME=folder, JUPYTER_PATH=folder/"share", JUPYTERLAB_SETTINGS_DIR=folder/"settings",
+                  JUPYTER_CONFIG_DIR=folder/"config", JUPYTER_DATA_DIR=folder/"data",
+                  JUPYTER_RUNTIME_DIR=folder/"runtime", IPYTHONDIR=folder/"ipython")
     command = [SERVER/"bin/jupyter-lab", "--no-browser", "--allow-root", f"--port={port}", "--ServerApp.port_retries=0",
                "--IdentityProvider.token=", f"--ServerApp.root_dir={folder}"]
     with (folder/"server.log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, env=os.environ | {k: str(x) for k, x in places.items()})
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log,
+                                   env=os.environ | {k: str(x) for k, x in places.items()})
     try:
         for _ in range(600):
             try: urllib.request.urlopen(f"http://127.0.0.1:{port}/api/status", timeout=5).close()
@@ -90,13 +94,12 @@ class Notebook:
         self.file, self.shots = folder/f"{app}{'_dark' if dark else ''}.ipynb", folder
         self.file.write_text(json.dumps(dict(nbformat=4, nbformat_minor=5, metadata=dict(kernelspec=dict(
             name="here", display_name="here", language="python")), cells=[
-                dict(cell_type="code", id=f"cell{i}", metadata={}, execution_count=None, outputs=[], source=source.strip())
-                for i, source in enumerate(CELLS)])))
+                dict(cell_type="code", id=f"cell{i}", metadata={}, execution_count=None, outputs=[],
+                     source=source.strip()) for i, source in enumerate(CELLS)])))
         self.page, self.errors = browser.new_page(viewport=dict(width=1250, height=900)), []
-        self.page.on("console", lambda m: self.errors.append(f"{m.text} {m.location}") if m.type == "error" and ".woff2" not in str(
-            m.location) else None)          # Notebook's server refuses a font of its own
+        self.page.on("console", self.note)
         self.page.on("pageerror", lambda e: self.errors.append(str(e)))
-        self.page.goto(f"{address}/{'lab/tree' if app == 'lab' else 'notebooks'}/{self.file.name}{'?reset' if app == 'lab' else ''}")
+        self.page.goto(f"{address}/{'lab/tree' if app == 'lab' else 'notebooks'}/{self.file.name}")
         self.page.wait_for_selector(".jp-CodeCell", timeout=120_000)
         self.page.wait_for_timeout(1500)
         if dark:
@@ -105,6 +108,10 @@ class Notebook:
         self.run(0)
         self.wait(0)
         self.errors.clear()     # Notebook's own, when it starts
+
+    def note(self, message):
+        "Keep an error of the console. Notebook's server refuses a font of its own."
+        if message.type == "error" and ".woff2" not in str(message.location): self.errors.append(message.text)
 
     def cell(self, i): return self.page.locator(".jp-CodeCell").nth(i)
     def text(self, i): return self.cell(i).locator(".jp-Cell-outputArea").inner_text()
@@ -177,7 +184,8 @@ def use(notebook, i, goes_on=False):
     notebook.shot(f"{i}_stopped")
 
 
-@pytest.mark.parametrize("app, dark", [("lab", False), ("notebook", False), ("lab", True)], ids=["lab", "notebook", "dark"])
+@pytest.mark.parametrize("app, dark", [("lab", False), ("notebook", False), ("lab", True)],
+                         ids=["lab", "notebook", "dark"])
 def test_a_person_pauses_slides_stops_and_goes_on(server, chromium, app, dark):
     notebook = Notebook(chromium, *server, app, dark)
     notebook.run(1)

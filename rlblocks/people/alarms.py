@@ -40,7 +40,8 @@ def not_finite(
     "Warn of a loss, reward, KL or gradient that is no finite number."
     for name in ("loss", "grad_norm", "reward", "kl"):
         for i, row in enumerate(rows):
-            if name in row and not isfinite(row[name]): return f"{name} was {row[name]} at step {row.get('step', i):.0f}"
+            if name in row and not isfinite(row[name]):
+                return f"{name} was {row[name]} at step {row.get('step', i):.0f}"
     return ""
 
 def skipped_steps(
@@ -113,4 +114,4 @@ def equal_lengths(
     "Warn of answers that all have one length, which is that of a limit."
     found = recent(rows, "length")
     same = len(found) == RECENT and len({*found}) == 1 and found[0] == round(found[0]) > 1
-    return f"every answer of the last {RECENT} steps has {found[0]:.0f} tokens: are they cut off by max_tokens?" if same else ""
+    return f"every answer of the last {RECENT} steps has {found[0]:.0f} tokens: is that max_tokens?" if same else ""

@@ -67,8 +67,9 @@ class Controls:
 
 def _slider(run, name, low, high, value):
     import ipywidgets as w
-    made = w.FloatSlider(value=low if value is None else value, min=low, max=high, step=(high - low)/100, description=name,
-                         readout_format=".3g", continuous_update=False, layout=w.Layout(width="280px"))
+    made = w.FloatSlider(value=low if value is None else value, min=low, max=high, step=(high - low)/100,
+                         description=name, readout_format=".3g", continuous_update=False,
+                         layout=w.Layout(width="280px"))
     made.observe(lambda change: run.set(**{name: change["new"]}), "value")
     return made
 

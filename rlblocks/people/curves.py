@@ -58,7 +58,8 @@ def phase_keys(
 WIDTH, HEIGHT = 264, 148
 SMOOTH = 50     # steps from which a running mean is drawn
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, WIDTH - 10, 28, HEIGHT - 20
-_COLOURS = ("#2f7fd0", "#e0812c", "#3ba55c", "#c94f4f", "#8e6bbf", "#8c6d5a", "#d26fae", "#7f8c8d")    # on white and on black
+# they can be read on white and on black
+_COLOURS = ("#2f7fd0", "#e0812c", "#3ba55c", "#c94f4f", "#8e6bbf", "#8c6d5a", "#d26fae", "#7f8c8d")
 
 def nice_ticks(
     low:float,  # the lowest value
@@ -87,9 +88,9 @@ def thinned(
     for start, end in pairwise(bounds):
         column = ys[start:end]
         low, high = min(column), max(column)
-        if not low <= high or not isfinite(sum(column)):        # a NaN among them hides the others
-            gap = next((x for x in column if isfinite(x)), low)
-            low, high = min((x for x in column if isfinite(x)), default=gap), max((x for x in column if isfinite(x)), default=gap)
+        if not isfinite(sum(column)):                           # a NaN among them hides the others
+            finite = [x for x in column if isfinite(x)] or column[:1]
+            low, high = min(finite), max(finite)
         for i in sorted({column.index(low), column.index(high)}): points.append((xs[start + i], column[i]))
     return points
 
@@ -154,7 +155,7 @@ def curve_svg(
         bold = list(zip(xs[::-every][::-1], running_mean(ys)[::-every][::-1], strict=True))
     line = f'stroke="{_COLOURS[0]}" fill="none" stroke-linejoin="round" stroke-linecap="round"'
     drawn = "".join(axes.frame([m for m in marks if xs[0] <= m[0] <= xs[-1]]))
-    drawn += f'<path d="{axes.path(faint)}" {line} ' + ('stroke-width="1" opacity=".4"/>' if bold else 'stroke-width="1.8"/>')
+    drawn += f'<path d="{axes.path(faint)}" {line} stroke-width="{1 if bold else 1.8}" opacity="{.4 if bold else 1}"/>'
     if bold: drawn += f'<path d="{axes.path(bold)}" {line} stroke-width="1.8"/>'
     last = f"{ys[-1]:.4g}"
     return _panel(name, last, drawn + _text(_RIGHT, 15, last, "end", f'font-size="12" fill="{_COLOURS[0]}"'))
@@ -219,7 +220,8 @@ class Curves:
     def _repr_png_(self): return self.png()
 
     def __repr__(self):
-        return "\n".join(f"{label}{': ' if label else ''}{last_numbers(rows, self.keys)}" for label, rows in self.runs.items())
+        return "\n".join(f"{label}{': ' if label else ''}{last_numbers(rows, self.keys)}"
+                         for label, rows in self.runs.items())
 
 def last_numbers(
     rows:Sequence[Mapping],        # numbers of the steps
@@ -232,8 +234,7 @@ def last_numbers(
 # %% ../../nbs/people/10_curves.ipynb #baa163d4
 def check_png():
     "ImportError where no PNG can be drawn, before a run has taken hours."
-    try:
-        import matplotlib.backends.backend_agg          # noqa: F401      a second of imports, which is not due when a run stops
+    try: import matplotlib.backends.backend_agg # noqa: F401    a second of imports, which the end of a run does not wait for
     except ImportError as e:
         raise ImportError("Curves: matplotlib draws what a notebook keeps: pip install 'rlblocks[notebook]'") from e
 
@@ -258,7 +259,8 @@ def _png(curves):
         if phases: _draw_phases(axes[len(names)], rows, phases)
         if len(curves.runs) > 1:
             figure.legend(*axes[0].get_legend_handles_labels(), loc="upper left", ncols=4, fontsize=8, frameon=False)
-        if curves.marks: figure.text(.5, .05/height, _marks_text(curves.marks), fontsize=7.5, ha="center", color=_COLOURS[1])
+        if curves.marks:
+            figure.text(.5, .05/height, _marks_text(curves.marks), fontsize=7.5, ha="center", color=_COLOURS[1])
         figure.savefig(out := BytesIO(), format="png", dpi=100, metadata=dict(Software=None))
     return out.getvalue()
 
@@ -267,7 +269,8 @@ def _draw_number(ax, name, curves):
     for (label, rows), colour in zip(curves.runs.items(), _COLOURS*len(curves.runs), strict=False):
         xs, ys = _series(rows, name)
         smooth = len(ys) >= SMOOTH
-        ax.plot(xs, running_mean(ys) if smooth else ys, color=colour, lw=1.5, label=label, marker="." if len(ys) == 1 else None)
+        ax.plot(xs, running_mean(ys) if smooth else ys, color=colour, lw=1.5, label=label,
+                marker="." if len(ys) == 1 else None)
         if smooth: ax.plot(xs, ys, color=colour, lw=.7, alpha=.4)
         last += ys[-1:]
     _dress(ax, name)
@@ -275,11 +278,12 @@ def _draw_number(ax, name, curves):
     for step, _ in curves.marks: ax.axvline(step, color=_COLOURS[1], lw=.9, ls=(0, (3, 2)))
 
 def _draw_phases(ax, rows, phases):
-    ax.stackplot([step_of(row, i) for i, row in enumerate(rows)], [[_finite(row.get(name)) for row in rows] for name in phases],
+    ax.stackplot([step_of(row, i) for i, row in enumerate(rows)],
+                 [[_finite(row.get(name)) for row in rows] for name in phases],
                  labels=[name.removeprefix(PHASE) for name in phases], colors=_COLOURS, alpha=.75)
     _dress(ax, "seconds")
-    ax.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1.02, .97), ncols=len(phases), frameon=False, columnspacing=1,
-              handlelength=1)
+    ax.legend(fontsize=7, loc="lower right", bbox_to_anchor=(1.02, .97), ncols=len(phases), frameon=False,
+              columnspacing=1, handlelength=1)
 
 def _dress(ax, title):
     from matplotlib.ticker import MaxNLocator

@@ -97,7 +97,8 @@ def can_be_set(
     "Say which numbers of a loop may be set."
     names = [name for name, x in settable(loop).items() if x is not None]
     return (f"these can be set: {', '.join(names)}" if names else "it has none that can be set: an inner function has "
-            "to close over them, or the dict `state` has to hold them (of a loop inside another, they are known once it has begun)")
+            "to close over them, or the dict `state` has to hold them (those of a loop inside another are known once "
+            "it has begun)")
 
 def _variables(code:CodeType): return {*code.co_varnames, *code.co_cellvars}
 
@@ -118,8 +119,10 @@ def _state(own): return own["state"] if isinstance(own.get("state"), dict) else 
 def _cell(loop, name)->CellType|None:
     "The cell from which the loop's inner functions read a number."
     for f in (unwrap(x) for x in loop_locals(loop).values() if isinstance(x, FunctionType)):
-        if name not in f.__code__.co_freevars: continue
-        cell = (f.__closure__ or ())[f.__code__.co_freevars.index(name)]
-        try: return cell if _is_number(cell.cell_contents) else None
-        except ValueError: return None          # it has no value yet
+        cell = dict(zip(f.__code__.co_freevars, f.__closure__ or (), strict=False)).get(name)
+        if cell is not None: return cell if _is_number(_contents(cell)) else None
     return None
+
+def _contents(cell):
+    try: return cell.cell_contents
+    except ValueError: return None          # it has no value yet

@@ -46,7 +46,7 @@ class watch:
     def __init__(self,
         loop:Iterable[Mapping],              # yields a dict a step
         *,
-        sliders:Mapping[str, Sequence[float|int]]|None=None, # a range for each number that a slider sets: dict(kl_coef=(0, .2))
+        sliders:Mapping[str, Sequence[float|int]]|None=None, # numbers that sliders set: dict(kl_coef=(0, .2))
         keys:Sequence[str]|None=None,        # numbers to draw; None: those that people look at
         total:int|None=None,                 # steps of the run; None: the loop's own argument `steps`
         every:float|int=.3,                  # seconds between two drawings at least
@@ -76,7 +76,8 @@ class watch:
     ):
         "Set numbers of sliders before the next step."
         if unknown := [name for name in values if name not in self.sliders]:
-            raise ValueError(f"watch.set: there is no slider {', '.join(unknown)}; there are {', '.join(self.sliders) or 'none'}")
+            raise ValueError(f"watch.set: there is no slider {', '.join(unknown)}; there are "
+                             f"{', '.join(self.sliders) or 'none'}")
         self._wanted.extend(values.items())
 
     # -- iteration
@@ -107,8 +108,8 @@ class watch:
     def _shown(self):
         "Show the run while this is open; what has ended badly is not begun again."
         if self.state.startswith("failed"):
-            raise RuntimeError(f"watch: the loop has {self.state} and cannot go on; make it anew (with checkpoint=Checkpoint(folder) "
-                               "it resumes at its last save)")
+            raise RuntimeError(f"watch: the loop has {self.state} and cannot go on; make it anew (with "
+                               "checkpoint=Checkpoint(folder) it resumes at its last save)")
         self._stopping, ended = False, self.state == "done"
         display = display_for()
         self.state = "done" if ended else "running"
@@ -149,13 +150,16 @@ class watch:
         row |= {name: now[name] if x is None else x for name, x in before.items() if name not in row}
         self._keep(row, changes)
         if lost := [name for name, x in now.items() if x is None]:
-            raise ValueError(f"watch: no slider can set {', '.join(lost)}: the loop has begun and reads none; {can_be_set(self.loop)}")
+            raise ValueError(f"watch: no slider can set {', '.join(lost)}: the loop has begun and reads none; "
+                             f"{can_be_set(self.loop)}")
         return row
 
     def _keep(self, row, changes):
         "Add a step. One that comes again, of a run that has resumed, replaces what was after it."
         step = step_of(row, len(self.rows))
-        while self.rows and step_of(self.rows[-1], len(self.rows) - 1) >= step: self.rows.pop(), self.numbers.pop()
+        while self.numbers and self.numbers[-1]["step"] >= step:
+            self.rows.pop()
+            self.numbers.pop()
         self.rows.append(row)
         self.numbers.append(row_numbers(row) | dict(step=float(step)))
         self.marks += [(step, said) for said in changes]
@@ -216,8 +220,9 @@ class watch:
     def summary(self)->str:
         "Say how the run ended, without times: two equal runs have equal summaries."
         steps = f"{self.done} of {self.total} steps" if self.total and self.done != self.total else f"{self.done} steps"
-        how = dict(done=f"done, {steps}", stopped=f"stopped after {steps}, iterate again to go on").get(self.state, self.state)
-        return f"{how}: {newest}" if (newest := last_numbers(self.numbers, self.keys)) else how
+        said = dict(done=f"done, {steps}", stopped=f"stopped after {steps}, iterate again to go on")
+        newest = last_numbers(self.numbers, self.keys)
+        return said.get(self.state, self.state) + (f": {newest}" if newest else "")
 
     def _repr_png_(self): return self.curves.png() if self.numbers else None
 
@@ -236,7 +241,8 @@ def _ranges(sliders):
     "The sliders' ranges. ValueError for what is none."
     for name, ends in sliders.items():
         if len(ends) != 2 or not ends[0] < ends[1]:
-            raise ValueError(f"watch: the slider {name} has the range {ends}; (low, high) is wanted, as in dict({name}=(0, .2))")
+            raise ValueError(f"watch: the slider {name} has the range {ends}; (low, high) is wanted, as in "
+                             f"dict({name}=(0, .2))")
     return {name: (float(low), float(high)) for name, (low, high) in sliders.items()}
 
 def _rows_of(run):
@@ -246,7 +252,8 @@ def _rows_of(run):
     from rlblocks.people.command import Log
     file = Path(run)/"log.jsonl" if Path(run).is_dir() else Path(run)
     if rows := Log(file).rows(): return [row_numbers(row) for row in rows]
-    raise ValueError(f"watch.compare: {file} has no steps; a folder that `rlblocks … --folder` has written is wanted, or a list of dicts")
+    raise ValueError(f"watch.compare: {file} has no steps; a folder that `rlblocks … --folder` has written is wanted, "
+                     "or a list of dicts")
 
 def duration(
     seconds:float, # of waiting
