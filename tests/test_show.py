@@ -15,8 +15,8 @@ from torch.testing import assert_close
 from transformers import PreTrainedTokenizerFast
 
 from rlblocks import (
-    Batch, Critic, Demonstrations, Policy, Preferences, Prompts, Rollout, Scorer, bradley_terry_loss, cispo_loss, pairs,
-    ppo_loss, sequence_logprobs, show, value_loss,
+    Batch, Buffer, Critic, Demonstrations, Policy, Preferences, Prompts, Rollout, Scorer, bradley_terry_loss,
+    cispo_loss, pairs, ppo_loss, sequence_logprobs, show, value_loss,
 )
 from rlblocks.data.drawn_rows import token_texts
 from rlblocks.models.outputs import Out
@@ -174,6 +174,7 @@ def test_colours_are_there_where_nothing_is_trusted():
     colours = [x["style"] for x in found.spans()]
     assert [re.search("#(.)", x)[1] for x in colours] == ["5", "5", "e", "e"]
     assert "coloured by advantages" in "".join(found.text)
+    assert next(x for tag, x in found.tags if tag == "form")["style"] == "display:none"      # its buttons would be dead
     assert "color:#222" in html.split(">")[0] and "background-color:#fff" in html.split(">")[0]      # for dark themes
 
 
@@ -280,6 +281,9 @@ def test_the_tokenizer_goes_with_the_rows_and_not_into_pickles():
     for other in (pickle.loads(pickle.dumps(batch)), deepcopy(batch)):
         assert other.tokenizer is None and other.tokens.equal(batch.tokens) and other.n_units == 2
     assert len(pickle.dumps(batch)) == len(pickle.dumps(batch.with_tokenizer(None)))
+    queue = Buffer()
+    queue.add(batch)
+    assert all(b.tokenizer is letters() for b in (queue.rows(), queue.sample(1, seed=0), queue.take(2)))
 
 
 def test_data_and_rollouts_give_their_tokenizer():

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -176,6 +176,7 @@ class Queue:
         self.fresh = Staleness(max_age, per_step, age, on_old)
         self.max_age, self.max_rows, self.dropped, self.offered, self.accepted = max_age, max_rows, Counter(), 0, 0
         self.waiting = Bundles.none()
+        self.tokenizer:Any = None     # of the rows that were added, for those that leave
 
     def __len__(self): return int(self.waiting.index["rows"].sum())
 
@@ -191,6 +192,7 @@ class Queue:
         bundle is larger than `max_rows`."""
         check_added(batch, keep, priority)
         if batch.filler: return # a copy of a row that is elsewhere, made to keep a rank busy
+        if batch.tokenizer is not None: self.tokenizer = batch.tokenizer
         batch = versions_like(batch, self.waiting.layout if len(self) else {})
         bundles = bundles_of(batch)
         kept = bundles if keep is None else [b for b in bundles if bool(keep[b].any())]
@@ -232,7 +234,7 @@ class Queue:
         self.evict(version)
         check_enough("take", n, len(self), self.dropped)
         rows, self.waiting = taken(self.waiting, by_age(self.waiting, self.fresh), n)
-        return rows
+        return rows.with_tokenizer(self.tokenizer)
 
 # %% ../../nbs/data/07_buffer.ipynb #5c7ccf9a
 class Buffer(Queue):
@@ -258,7 +260,7 @@ class Buffer(Queue):
     def rows(self)->Batch: # a copy, oldest first
         "All rows that wait; they stay."
         if not len(self): raise ValueError("Buffer.rows: no rows wait")
-        return batch_of(self.waiting, all_of(self.waiting))
+        return batch_of(self.waiting, all_of(self.waiting)).with_tokenizer(self.tokenizer)
 
     def sample(self,
         n:int,                 # rows wanted
@@ -276,7 +278,7 @@ class Buffer(Queue):
                              "or on_old='drop'")
         self.evict(version)
         check_enough("sample", n, len(self), self.dropped)
-        return drawn(self.waiting, n, seed=seed, alpha=alpha, beta=beta)
+        return drawn(self.waiting, n, seed=seed, alpha=alpha, beta=beta).with_tokenizer(self.tokenizer)
 
     def prioritise(self,
         ids:Int[Tensor, " B"],        # `replay_id` of rows that were drawn

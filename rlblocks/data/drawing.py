@@ -163,7 +163,7 @@ class Drawing:
         if by is not None and by not in known:
             raise ValueError(f"show: by={by!r} is no number of a token; there are {listed(by, known)}")
         names = dict.fromkeys(k for s in sides for k in offered(s.numbers))
-        same = {k: constant_of([(s.numbers.get(k), s.mask) for s in sides]) for k in names if k != by}
+        same = {k: constant_of([(s.numbers.get(k), s.mask) for s in sides]) for k in names if k not in (by, "gradient")}
         self.constants = {k: x for k, x in same.items() if x}
         names = [k for k in names if k not in self.constants] or list(names)[:1]
         self.names = names if by is None else [by, *(k for k in names if k != by)]
@@ -219,12 +219,14 @@ class Drawing:
             said.append("<div><i>no tokenizer: show(batch, tokenizer=…) draws the tokens</i></div>")
         if self.names and any(s.draws_tokens and bool(s.mask.any()) for s in self.sides):
             scales = [label(k) + self.colourings[k].legend() for k in self.names]
-            said += [f'<div class="l">coloured by {scales[0]}</div><form hidden>',
-                     *(f'<label><input type="radio" name="by" value="{k}"{"" if k else " checked"}>{x}</label>'
-                       for k, x in enumerate(scales)),
-                     '<label><input type="checkbox" class="s">side by side</label></form>']
+            buttons = [f'<label><input type="radio" name="by" value="{k}"{"" if k else " checked"}>{x}</label>'
+                       for k, x in enumerate(scales) if len(scales) > 1]
+            said += [f'<div{" class=l" if buttons else ""}>coloured by {scales[0]}</div>', '<form style="display:none">']
+            said += buttons
+            if len(self.sides) == 1: said.append('<label><input type="checkbox" class="s">side by side</label>')
+            said.append("</form>")
         if self.constants:
-            said.append(f"<div>{', '.join(f'{label(k)} {x}' for k, x in self.constants.items())} at every token</div>")
+            said.append(f"<div>at every token: {', '.join(f'{label(k)} {x}' for k, x in self.constants.items())}</div>")
         return "".join(said)
 
     def _prompts(self):
@@ -250,7 +252,7 @@ class Drawing:
         media = drawn_media([m for m in side.media(i) if m[0].digest not in known])
         text = "".join(self._spans(side, i)) if side.draws_tokens else escaped(within(side.answer(i), _TEXT))
         end = "".join(f' <small style="color:#a50">{escaped(x)}</small>' for x in side.remarks(i))
-        left = f'<div style="flex:0 0 {len(verdict) + 2}ch" title="row {side.rows[i]}">{verdict}</div>'
+        left = f'<div style="flex:none" title="row {side.rows[i]}">{verdict}\u00a0\u00a0</div>'
         return f'<div style="display:flex">{left}<div>{media}{text}{end}</div></div>'
 
     def _spans(self, side, i):

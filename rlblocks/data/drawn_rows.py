@@ -262,7 +262,7 @@ class DrawnRows:
     def _score(self, i):
         if self.verdict is None: return ""
         name, x = self.verdict[0], self.verdict[1][self.rows[i]].item()
-        return _WORDS[name][x == 0] if name in _WORDS else f"{x:.3g}"
+        return _WORDS[name][x == 0] if name in _WORDS else f"{x + 0.:.3g}"      # no −0
 
     def level(self, i:int)->str: # "": there is none
         "Return the advantage that all tokens of a row have."
@@ -273,7 +273,7 @@ class DrawnRows:
         "Say how a row ended, if not by itself, and what else sets it apart."
         said = [f"{label(k)} {x[i].item():.3g}" for k, x in self.of_rows.items()]
         end, version = self.lists.get("finish_reason", [None]*len(self))[i], self.tensors.get("policy_version")
-        if end not in (None, "completed"): said.append(str(end))
+        if end not in (None, "completed", "stop"): said.append(str(end))
         if version is not None and version.dim() == 1 and len(version.unique()) > 1:
             said.append(f"version {version[i]}")
         if "duplicate" in self.tensors and bool(self.tensors["duplicate"][i]): said.append("duplicate")
@@ -281,7 +281,7 @@ class DrawnRows:
 
     def about(self)->str:
         "Say in a line what rows there are."
-        said = [f"{self.size:,} rows" + (f", {len(self)} drawn" if len(self) < self.size else "")]
+        said = [f"{self.size:,} row{'s'*(self.size != 1)}" + (f", {len(self)} drawn" if len(self) < self.size else "")]
         if self.verdict is not None and self.verdict[0] not in _WORDS:
             said.append(f"score {histogram(self.verdict[1])}")
         if self.sizes is not None: said.append(f"{self.sizes[0]} tokens {histogram(self.sizes[1])}")
