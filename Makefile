@@ -78,7 +78,7 @@ pythons: .venv/.3.12 .venv/.3.13
 # is the machine's, under any of its names; only in CI, as root, it is installed.
 .venv/.browser: constraints.txt
 	{ command -v chromium chromium-browser google-chrome >/dev/null || \
-		{ test -n "$(IN_CI)" && test "$$(id -u)" = 0 && apt-get install -y -q chromium; }; } && \
+		{ test -n "$(IN_CI)" && test "$$(id -u)" = 0 && timeout 300 apt-get install -y -q chromium; }; } && \
 	$(PYTHON) -m venv .venv/browser && \
 	.venv/browser/bin/python -m pip install -q -c constraints.txt jupyterlab notebook jupyterlab_widgets playwright && touch $@ \
 	|| { rm -rf .venv/browser; echo "make browser: Chromium, JupyterLab or playwright cannot be had; tests/test_browser.py will skip" >&2; }
