@@ -221,8 +221,8 @@ class Drawing:
             scales = [label(k) + self.colourings[k].legend() for k in self.names]
             buttons = [f'<label><input type="radio" name="by" value="{k}"{"" if k else " checked"}>{x}</label>'
                        for k, x in enumerate(scales) if len(scales) > 1]
-            said += [f'<div{" class=l" if buttons else ""}>coloured by {scales[0]}</div>', '<form style="display:none">']
-            said += buttons
+            said.append(f'<div{" class=l" if buttons else ""}>coloured by {scales[0]}</div>')
+            said += ['<form style="display:none">', *buttons]
             if len(self.sides) == 1: said.append('<label><input type="checkbox" class="s">side by side</label>')
             said.append("</form>")
         if self.constants:

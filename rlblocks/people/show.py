@@ -95,7 +95,7 @@ def per_token_or_row(x:Tensor, shape:torch.Size)->Tensor: # `[B, T]` or `[B]`
 # %% ../../nbs/people/11_show.ipynb #724e6ac6
 def show(
     batch:Batch, # rows
-    other=None,  # a policy (or scorer) that says what it thinks of them now; or a second Batch, drawn beside the first
+    other=None,  # a policy, critic or scorer that says what it thinks of them now; or a Batch, drawn beside the first
     *,
     ref=None,    # a policy to measure the KL to
     critic=None, # says the value before each token
@@ -117,6 +117,10 @@ def show(
         sides = [(batch, picks_of(batch, rows), "before"), (other, _same_prompts(batch, other, rows), "after")]
         return Drawing([DrawnRows(b, picks, tokenizer=tokenizer, name=name) for b, picks, name in sides], by=by,
                        tokens=tokens)
+    if other is not None and not any(hasattr(other, k) for k in ("logprobs", "values", "scores")):
+        raise TypeError(f"show: a {type(other).__name__} stands behind the batch; a policy, critic, scorer or second "
+                        "Batch is wanted there, and a tokenizer as tokenizer=…")
+    if critic is None and not hasattr(other, "logprobs") and hasattr(other, "values"): critic = other
     picks = picks_of(batch, rows)
     at = torch.tensor([i for p in picks for i in p.rows], dtype=torch.long)
     read = batch if loss is not None else (batch.drop("unit") if "unit" in batch else batch)[at]
