@@ -145,8 +145,7 @@ _PAPER = ("background-color:#fff;color:#222;border:1px solid #ddd;padding:.5em .
           "font-family:ui-monospace,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere")
 _STYLE = (".rlb form{display:block!important}.rlb .l{display:none}.rlb label{display:inline-block;margin-right:1.2em}"
           ".rlb input{margin:0 .3em;vertical-align:middle}.rlb span[title]:hover{outline:1px solid #333}"
-          ".rlb:has(.s:checked) .g{display:flex;flex-wrap:wrap;gap:.5em 1.5em}"
-          ".rlb:has(.s:checked) .g>div{flex:1 1 30%}")
+          ".rlb:has(.s:checked) .g{display:grid;gap:.5em 1em;grid-template-columns:repeat(auto-fit,minmax(30%,1fr))}")
 _TEXT = 20_000   # characters of a text that is not drawn by tokens
 
 class Drawing:

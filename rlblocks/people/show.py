@@ -72,7 +72,6 @@ def output_sources(
     batch:Batch,
     model:Any=None,  # policy or scorer
     critic:Any=None, # critic
-    **computed:Tensor, # what is known already
 )->dict[str, Callable[[], Tensor]]:
     "Say where each output of a model comes from: the model, else the column of that name, else its older likeness."
     def column(name): return lambda: batch[name]
@@ -85,7 +84,7 @@ def output_sources(
     if hasattr(model, "scores"): sources["scores"] = lambda: model.scores(batch)
     for valued in (model, critic):
         if hasattr(valued, "values"): sources["values"] = lambda valued=valued: valued.values(batch)
-    return sources | {k: lambda x=x: x for k, x in computed.items()}
+    return sources
 
 def per_token_or_row(x:Tensor, shape:torch.Size)->Tensor: # `[B, T]` or `[B]`
     "Return one number for each token or row: of several, their norm."
@@ -108,8 +107,8 @@ def show(
     """Draw rows as text: groups together, the best score first, each chosen token coloured by a number.
 
     All numbers of a token stand under the mouse. Green is up and red is down; of ∂loss/∂log π green is what the next
-    step makes more probable. The gradient is that of one step on the whole batch. Models run on the drawn rows alone,
-    for a loss on all."""
+    step makes more probable. The gradient is that of one step on the whole batch, so for a loss the policy reads all
+    rows, else the drawn ones."""
     if isinstance(other, Batch):
         if any(x is not None for x in (ref, critic, loss)):
             raise ValueError("show: two batches are drawn with the columns that they have; ref=, critic= and loss= go "
@@ -123,12 +122,10 @@ def show(
     if critic is None and not hasattr(other, "logprobs") and hasattr(other, "values"): critic = other
     picks = picks_of(batch, rows)
     at = torch.tensor([i for p in picks for i in p.rows], dtype=torch.long)
-    read = batch if loss is not None else (batch.drop("unit") if "unit" in batch else batch)[at]
-    computed = _computed(read, other, ref, critic)
-    note = ""
+    computed, note = _computed((batch.drop("unit") if "unit" in batch else batch)[at], other, ref, critic), ""
     if loss is not None:
-        gradients, note = _gradients(read, other, critic, loss, computed)
-        computed = {k: x[at] for k, x in (gradients | computed).items()}
+        gradients, note = _gradients(batch, other, critic, loss)
+        computed |= {k: x[at] for k, x in gradients.items()}
     return Drawing([DrawnRows(batch, picks, computed=computed, tokenizer=tokenizer, note=note)], by=by, tokens=tokens)
 
 def _computed(rows, model, ref, critic):
@@ -140,9 +137,9 @@ def _computed(rows, model, ref, critic):
     if critic is not None: found["values"] = critic.values(rows)
     return {k: x.detach().cpu() for k, x in found.items()}
 
-def _gradients(batch, model, critic, loss, computed):
+def _gradients(batch, model, critic, loss):
     "Return the gradients of a loss by the name of the number that is drawn, and a note on them."
-    out = Leaves(output_sources(batch, model, critic, **computed), batch.tokens.device)
+    out = Leaves(output_sources(batch, model, critic), batch.tokens.device)
     value, found = loss_gradients(loss, out, batch)
     note = f"loss {value.item():.4g}"
     if "logprobs" in found and "mask" in batch:
