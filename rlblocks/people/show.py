@@ -68,6 +68,10 @@ def loss_gradients(
 def _kind(x): return f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 # %% ../../nbs/people/11_show.ipynb #6bfbf96a
+def can(model, verb:str)->bool:
+    "Return whether a model, or a pool's handle of one, has a method; nothing remote is asked."
+    return verb in dir(model)
+
 def output_sources(
     batch:Batch,
     model:Any=None,  # policy or scorer
@@ -79,11 +83,11 @@ def output_sources(
     for name, olds in dict(logprobs=("rollout_logprobs", "old_logprobs"), values=("old_values", "values")).items():
         for old in olds:
             if old in batch: sources[name] = column(old)
-    if hasattr(model, "logprobs"): sources["logprobs"] = lambda: model.logprobs(batch)
-    if hasattr(model, "measure"): sources["entropy"] = lambda: model.measure(batch, entropy)
-    if hasattr(model, "scores"): sources["scores"] = lambda: model.scores(batch)
+    if can(model, "logprobs"): sources["logprobs"] = lambda: model.logprobs(batch)
+    if can(model, "measure"): sources["entropy"] = lambda: model.measure(batch, entropy)
+    if can(model, "scores"): sources["scores"] = lambda: model.scores(batch)
     for valued in (model, critic):
-        if hasattr(valued, "values"): sources["values"] = lambda valued=valued: valued.values(batch)
+        if can(valued, "values"): sources["values"] = lambda valued=valued: valued.values(batch)
     return sources
 
 def per_token_or_row(x:Tensor, shape:torch.Size)->Tensor: # `[B, T]` or `[B]`
@@ -116,10 +120,10 @@ def show(
         sides = [(batch, picks_of(batch, rows), "before"), (other, _same_prompts(batch, other, rows), "after")]
         return Drawing([DrawnRows(b, picks, tokenizer=tokenizer, name=name) for b, picks, name in sides], by=by,
                        tokens=tokens)
-    if other is not None and not any(hasattr(other, k) for k in ("logprobs", "values", "scores")):
+    if other is not None and not any(can(other, k) for k in ("logprobs", "values", "scores")):
         raise TypeError(f"show: a {type(other).__name__} stands behind the batch; a policy, critic, scorer or second "
                         "Batch is wanted there, and a tokenizer as tokenizer=…")
-    if critic is None and not hasattr(other, "logprobs") and hasattr(other, "values"): critic = other
+    if critic is None and not can(other, "logprobs") and can(other, "values"): critic = other
     picks = picks_of(batch, rows)
     at = torch.tensor([i for p in picks for i in p.rows], dtype=torch.long)
     computed, note = _computed((batch.drop("unit") if "unit" in batch else batch)[at], other, ref, critic), ""
@@ -131,8 +135,8 @@ def show(
 def _computed(rows, model, ref, critic):
     "Ask the models for their numbers."
     found = {}
-    if hasattr(model, "logprobs"): found["logprobs"] = model.logprobs(rows)
-    if hasattr(model, "measure"): found["entropy"] = model.measure(rows, entropy)
+    if can(model, "logprobs"): found["logprobs"] = model.logprobs(rows)
+    if can(model, "measure"): found["entropy"] = model.measure(rows, entropy)
     if ref is not None: found["ref_logprobs"] = ref.logprobs(rows)
     if critic is not None: found["values"] = critic.values(rows)
     return {k: x.detach().cpu() for k, x in found.items()}
