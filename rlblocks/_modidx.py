@@ -4253,6 +4253,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'rlblocks.people.show._kind': ('people/show.html#_kind', 'rlblocks/people/show.py'),
                                       'rlblocks.people.show._missing': ('people/show.html#_missing', 'rlblocks/people/show.py'),
                                       'rlblocks.people.show._same_prompts': ('people/show.html#_same_prompts', 'rlblocks/people/show.py'),
+                                      'rlblocks.people.show.can': ('people/show.html#can', 'rlblocks/people/show.py'),
                                       'rlblocks.people.show.loss_gradients': ('people/show.html#loss_gradients', 'rlblocks/people/show.py'),
                                       'rlblocks.people.show.output_sources': ('people/show.html#output_sources', 'rlblocks/people/show.py'),
                                       'rlblocks.people.show.per_token_or_row': ( 'people/show.html#per_token_or_row',

@@ -178,6 +178,17 @@ def test_colours_are_there_where_nothing_is_trusted():
     assert "color:#222" in html.split(">")[0] and "background-color:#fff" in html.split(">")[0]      # for dark themes
 
 
+def test_green_is_what_a_step_makes_more_probable():
+    "The gradient is negative there; the legend says so."
+    batch = answers("ab", old_logprobs=torch.zeros(1, 7))
+    def loss(out, b): return -out.logprobs[0, 5] + out.logprobs[0, 6], {}
+    html = show(batch, loss=loss)._repr_html_()
+    more, less = page(show(batch, loss=loss)).spans()
+    assert "∂loss/∂log π -1" in more["title"] and "background-color:#5b7" in more["style"]
+    assert "∂loss/∂log π 1" in less["title"] and "background-color:#e" in less["style"]
+    assert re.search("#5b7[^>]*>-1 made more probable", html)
+
+
 def test_every_number_has_a_button_and_a_rule():
     batch = answers("ab", advantages=torch.randn(1, 7), entropy=torch.rand(1, 7), mine=torch.randn(1, 7))
     html = show(batch, by="entropy")._repr_html_()
@@ -444,6 +455,7 @@ def test_losses_of_critics_and_scorers():
     want = (critic.values(batch) - batch.returns)[found.rows][mask]
     assert (found.numbers["gradient_of_values"][mask].sign() == want.sign()).float().mean() > .5
     assert "∂loss/∂values" in found._repr_html_()
+    assert_close(show(batch, critic, loss=fit).numbers, found.numbers, equal_nan=True)
     batch["unit"], batch["chosen"] = torch.arange(8)//2, torch.arange(8) % 2 == 0
     def better(out, b): return bradley_terry_loss(*pairs(out.scores, b), denom=b)
     found = show(batch.drop("group"), Scorer(tiny.model(seed=3), device="cpu"), loss=better)
@@ -457,6 +469,7 @@ def test_what_a_loss_reads_and_nobody_has():
     with pytest.raises(AttributeError, match="show: the loss reads out.values.*critic"):
         show(batch, loss=lambda out, b: (out.values.sum(), {}))
     with pytest.raises(TypeError, match="show: the loss returned"): show(batch, loss=lambda out, b: ({}, {}))
+    with pytest.raises(TypeError, match="tokenizer="): show(batch, letters())
     with pytest.raises(ValueError, match="show: by='advantage'.*is 'advantages' meant"):
         show(answers("ab", advantages=torch.ones(1, 7)), by="advantage")
 

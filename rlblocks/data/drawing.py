@@ -145,8 +145,7 @@ _PAPER = ("background-color:#fff;color:#222;border:1px solid #ddd;padding:.5em .
           "font-family:ui-monospace,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere")
 _STYLE = (".rlb form{display:block!important}.rlb .l{display:none}.rlb label{display:inline-block;margin-right:1.2em}"
           ".rlb input{margin:0 .3em;vertical-align:middle}.rlb span[title]:hover{outline:1px solid #333}"
-          ".rlb:has(.s:checked) .g{display:flex;flex-wrap:wrap;gap:.5em 1.5em}"
-          ".rlb:has(.s:checked) .g>div{flex:1 1 30%}")
+          ".rlb:has(.s:checked) .g{display:grid;gap:.5em 1em;grid-template-columns:repeat(auto-fit,minmax(30%,1fr))}")
 _TEXT = 20_000   # characters of a text that is not drawn by tokens
 
 class Drawing:
@@ -221,8 +220,8 @@ class Drawing:
             scales = [label(k) + self.colourings[k].legend() for k in self.names]
             buttons = [f'<label><input type="radio" name="by" value="{k}"{"" if k else " checked"}>{x}</label>'
                        for k, x in enumerate(scales) if len(scales) > 1]
-            said += [f'<div{" class=l" if buttons else ""}>coloured by {scales[0]}</div>', '<form style="display:none">']
-            said += buttons
+            said.append(f'<div{" class=l" if buttons else ""}>coloured by {scales[0]}</div>')
+            said += ['<form style="display:none">', *buttons]
             if len(self.sides) == 1: said.append('<label><input type="checkbox" class="s">side by side</label>')
             said.append("</form>")
         if self.constants:

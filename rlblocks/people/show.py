@@ -68,11 +68,14 @@ def loss_gradients(
 def _kind(x): return f"a tensor {list(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 # %% ../../nbs/people/11_show.ipynb #6bfbf96a
+def can(model, verb:str)->bool:
+    "Return whether a model, or a pool's handle of one, has a method; nothing remote is asked."
+    return verb in dir(model)
+
 def output_sources(
     batch:Batch,
     model:Any=None,  # policy or scorer
     critic:Any=None, # critic
-    **computed:Tensor, # what is known already
 )->dict[str, Callable[[], Tensor]]:
     "Say where each output of a model comes from: the model, else the column of that name, else its older likeness."
     def column(name): return lambda: batch[name]
@@ -80,12 +83,12 @@ def output_sources(
     for name, olds in dict(logprobs=("rollout_logprobs", "old_logprobs"), values=("old_values", "values")).items():
         for old in olds:
             if old in batch: sources[name] = column(old)
-    if hasattr(model, "logprobs"): sources["logprobs"] = lambda: model.logprobs(batch)
-    if hasattr(model, "measure"): sources["entropy"] = lambda: model.measure(batch, entropy)
-    if hasattr(model, "scores"): sources["scores"] = lambda: model.scores(batch)
+    if can(model, "logprobs"): sources["logprobs"] = lambda: model.logprobs(batch)
+    if can(model, "measure"): sources["entropy"] = lambda: model.measure(batch, entropy)
+    if can(model, "scores"): sources["scores"] = lambda: model.scores(batch)
     for valued in (model, critic):
-        if hasattr(valued, "values"): sources["values"] = lambda valued=valued: valued.values(batch)
-    return sources | {k: lambda x=x: x for k, x in computed.items()}
+        if can(valued, "values"): sources["values"] = lambda valued=valued: valued.values(batch)
+    return sources
 
 def per_token_or_row(x:Tensor, shape:torch.Size)->Tensor: # `[B, T]` or `[B]`
     "Return one number for each token or row: of several, their norm."
@@ -95,7 +98,7 @@ def per_token_or_row(x:Tensor, shape:torch.Size)->Tensor: # `[B, T]` or `[B]`
 # %% ../../nbs/people/11_show.ipynb #724e6ac6
 def show(
     batch:Batch, # rows
-    other=None,  # a policy (or scorer) that says what it thinks of them now; or a second Batch, drawn beside the first
+    other=None,  # a policy, critic or scorer that says what it thinks of them now; or a Batch, drawn beside the first
     *,
     ref=None,    # a policy to measure the KL to
     critic=None, # says the value before each token
@@ -108,8 +111,8 @@ def show(
     """Draw rows as text: groups together, the best score first, each chosen token coloured by a number.
 
     All numbers of a token stand under the mouse. Green is up and red is down; of ∂loss/∂log π green is what the next
-    step makes more probable. The gradient is that of one step on the whole batch. Models run on the drawn rows alone,
-    for a loss on all."""
+    step makes more probable. The gradient is that of one step on the whole batch, so for a loss the policy reads all
+    rows, else the drawn ones."""
     if isinstance(other, Batch):
         if any(x is not None for x in (ref, critic, loss)):
             raise ValueError("show: two batches are drawn with the columns that they have; ref=, critic= and loss= go "
@@ -117,28 +120,30 @@ def show(
         sides = [(batch, picks_of(batch, rows), "before"), (other, _same_prompts(batch, other, rows), "after")]
         return Drawing([DrawnRows(b, picks, tokenizer=tokenizer, name=name) for b, picks, name in sides], by=by,
                        tokens=tokens)
+    if other is not None and not any(can(other, k) for k in ("logprobs", "values", "scores")):
+        raise TypeError(f"show: a {type(other).__name__} stands behind the batch; a policy, critic, scorer or second "
+                        "Batch is wanted there, and a tokenizer as tokenizer=…")
+    if critic is None and not can(other, "logprobs") and can(other, "values"): critic = other
     picks = picks_of(batch, rows)
     at = torch.tensor([i for p in picks for i in p.rows], dtype=torch.long)
-    read = batch if loss is not None else (batch.drop("unit") if "unit" in batch else batch)[at]
-    computed = _computed(read, other, ref, critic)
-    note = ""
+    computed, note = _computed((batch.drop("unit") if "unit" in batch else batch)[at], other, ref, critic), ""
     if loss is not None:
-        gradients, note = _gradients(read, other, critic, loss, computed)
-        computed = {k: x[at] for k, x in (gradients | computed).items()}
+        gradients, note = _gradients(batch, other, critic, loss)
+        computed |= {k: x[at] for k, x in gradients.items()}
     return Drawing([DrawnRows(batch, picks, computed=computed, tokenizer=tokenizer, note=note)], by=by, tokens=tokens)
 
 def _computed(rows, model, ref, critic):
     "Ask the models for their numbers."
     found = {}
-    if hasattr(model, "logprobs"): found["logprobs"] = model.logprobs(rows)
-    if hasattr(model, "measure"): found["entropy"] = model.measure(rows, entropy)
+    if can(model, "logprobs"): found["logprobs"] = model.logprobs(rows)
+    if can(model, "measure"): found["entropy"] = model.measure(rows, entropy)
     if ref is not None: found["ref_logprobs"] = ref.logprobs(rows)
     if critic is not None: found["values"] = critic.values(rows)
     return {k: x.detach().cpu() for k, x in found.items()}
 
-def _gradients(batch, model, critic, loss, computed):
+def _gradients(batch, model, critic, loss):
     "Return the gradients of a loss by the name of the number that is drawn, and a note on them."
-    out = Leaves(output_sources(batch, model, critic, **computed), batch.tokens.device)
+    out = Leaves(output_sources(batch, model, critic), batch.tokens.device)
     value, found = loss_gradients(loss, out, batch)
     note = f"loss {value.item():.4g}"
     if "logprobs" in found and "mask" in batch:
