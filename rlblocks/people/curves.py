@@ -246,7 +246,7 @@ def _png(curves):
     rows = [row for run in curves.runs.values() for row in run]
     names, phases = drawn_keys(rows, curves.keys), phase_keys(rows) if len(curves.runs) == 1 else []
     panels = len(names) + bool(phases) or 1
-    wide = min(panels, 3)
+    wide = 2 if panels == 4 else min(panels, 3)
     high = -(-panels//wide)
     with matplotlib.style.context("default", after_reset=True):         # whatever style the reader's own figures have
         top, bottom = .25 + .3*(len(curves.runs) > 1), .3 + .2*bool(curves.marks)        # inches

@@ -136,7 +136,7 @@ class watch:
 
     def _step(self):
         "Run a step. None where the loop has ended."
-        changes, before, start = self._apply(), self.slid(), time.perf_counter()
+        changes, before, start = self._apply(), self.slider_values(), time.perf_counter()
         try: row = dict(next(self.loop))
         except StopIteration:
             self.state = "done"
@@ -146,7 +146,7 @@ class watch:
             raise
         self._seconds.append(time.perf_counter() - start)
         self._look()
-        now = self.slid()
+        now = self.slider_values()
         row |= {name: now[name] if x is None else x for name, x in before.items() if name not in row}
         self._keep(row, changes)
         if lost := [name for name, x in now.items() if x is None]:
@@ -199,7 +199,7 @@ class watch:
         "How much of the run is done."
         return min(1., self.done/self.total) if self.total else None
 
-    def slid(self)->dict[str, float|None]: # None where the loop has none yet
+    def slider_values(self)->dict[str, float|None]: # None where the loop has none yet
         "Return the numbers of the sliders as the loop reads them."
         known = settable(self.loop)
         return {name: known.get(name) for name in self.sliders}
