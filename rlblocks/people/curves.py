@@ -155,7 +155,7 @@ def curve_svg(
         bold = list(zip(xs[::-every][::-1], running_mean(ys)[::-every][::-1], strict=True))
     line = f'stroke="{_COLOURS[0]}" fill="none" stroke-linejoin="round" stroke-linecap="round"'
     drawn = "".join(axes.frame([m for m in marks if xs[0] <= m[0] <= xs[-1]]))
-    drawn += f'<path d="{axes.path(faint)}" {line} stroke-width="{1 if bold else 1.8}" opacity="{.4 if bold else 1}"/>'
+    drawn += f'<path d="{axes.path(faint)}" {line} stroke-width="{1 if bold else 1.8}" opacity="{.5 if bold else 1}"/>'
     if bold: drawn += f'<path d="{axes.path(bold)}" {line} stroke-width="1.8"/>'
     last = f"{ys[-1]:.4g}"
     return _panel(name, last, drawn + _text(_RIGHT, 15, last, "end", f'font-size="12" fill="{_COLOURS[0]}"'))
