@@ -134,6 +134,8 @@ def test_a_resumed_run_counts_on_and_a_step_that_comes_again_replaces_the_first(
     w = watch(iter([dict(step=i, reward=float(x)) for x, i in enumerate([7, 8, 9, 8, 9, 10])]), total=20)
     list(w)
     assert [(m["step"], m["reward"]) for m in w.rows] == [(7, 0.), (8, 3.), (9, 4.), (10, 5.)]
+    other = watch(iter([dict(step="warm-up"), {}, dict(loss=1.)]))
+    assert list(other) == other.rows and other.done == 3, "without a number of the step its place is taken"
     assert w.done == 11 and w.share == 11/20 and "11 of 20 steps" in w.status() + w.summary()
 
 

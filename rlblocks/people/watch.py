@@ -156,13 +156,14 @@ class watch:
 
     def _keep(self, row, changes):
         "Add a step. One that comes again, of a run that has resumed, replaces what was after it."
-        step = step_of(row, len(self.rows))
+        numbers = row_numbers(row)
+        step = step_of(numbers, len(self.rows))
         while self.numbers and self.numbers[-1]["step"] >= step:
             self.rows.pop()
             self.numbers.pop()
         self.rows.append(row)
-        self.numbers.append(row_numbers(row) | dict(step=float(step)))
-        self.marks += [(step, said) for said in changes]
+        self.numbers.append(numbers | dict(step=float(step)))
+        self.marks = [mark for mark in self.marks if mark[0] < step] + [(step, said) for said in changes]
 
     def _apply(self):
         "Set what sliders ask for, once the loop has begun. Returns the changes in words."
@@ -179,8 +180,8 @@ class watch:
 
     def _look(self):
         "Keep the loop's batch and loss, and no model: a run that has ended holds no memory of a GPU."
-        self.batch, self.loss = loop_batch(self.loop) or self.batch, loop_loss(self.loop) or self.loss
-        self.total = self.total or planned_steps(self.loop)
+        if (batch := loop_batch(self.loop)) is not None: self.batch = batch      # one without rows is a batch too
+        self.loss, self.total = loop_loss(self.loop) or self.loss, self.total or planned_steps(self.loop)
 
     # -- what is shown
 
