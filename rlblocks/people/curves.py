@@ -155,7 +155,7 @@ def curve_svg(
         bold = list(zip(xs[::-every][::-1], running_mean(ys)[::-every][::-1], strict=True))
     line = f'stroke="{_COLOURS[0]}" fill="none" stroke-linejoin="round" stroke-linecap="round"'
     drawn = "".join(axes.frame([m for m in marks if xs[0] <= m[0] <= xs[-1]]))
-    drawn += f'<path d="{axes.path(faint)}" {line} stroke-width="{1 if bold else 1.8}" opacity="{.4 if bold else 1}"/>'
+    drawn += f'<path d="{axes.path(faint)}" {line} stroke-width="{1 if bold else 1.8}" opacity="{.5 if bold else 1}"/>'
     if bold: drawn += f'<path d="{axes.path(bold)}" {line} stroke-width="1.8"/>'
     last = f"{ys[-1]:.4g}"
     return _panel(name, last, drawn + _text(_RIGHT, 15, last, "end", f'font-size="12" fill="{_COLOURS[0]}"'))
@@ -246,7 +246,7 @@ def _png(curves):
     rows = [row for run in curves.runs.values() for row in run]
     names, phases = drawn_keys(rows, curves.keys), phase_keys(rows) if len(curves.runs) == 1 else []
     panels = len(names) + bool(phases) or 1
-    wide = min(panels, 3)
+    wide = 2 if panels == 4 else min(panels, 3)
     high = -(-panels//wide)
     with matplotlib.style.context("default", after_reset=True):         # whatever style the reader's own figures have
         top, bottom = .25 + .3*(len(curves.runs) > 1), .3 + .2*bool(curves.marks)        # inches

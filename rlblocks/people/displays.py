@@ -118,7 +118,7 @@ class PageDisplay(NoDisplay):
         check_png()
         if why := unclickable(): above = HTML(f'<small style="opacity:.65">{escape(why)}</small>')
         else:
-            self.controls = Controls(run, run.sliders, run.slid())
+            self.controls = Controls(run, run.sliders, run.slider_values())
             above = self.controls.box
         self.above = display(above, display_id=True)
         self.picture = display(HTML(page_html(run)), display_id=True)
@@ -131,7 +131,7 @@ class PageDisplay(NoDisplay):
         from IPython.display import HTML
         if not now and time.monotonic() - self.drawn < run.every: return
         self.picture.update(HTML(page_html(run)))
-        if self.controls is not None: self.controls.follow(run.slid())
+        if self.controls is not None: self.controls.follow(run.slider_values())
         self.drawn = time.monotonic()
 
     def listen(self):
@@ -143,7 +143,8 @@ class PageDisplay(NoDisplay):
     ):
         "Put the line in the place of the buttons, and the PNG in that of the curves."
         try:
-            for place, bundle in zip((self.above, self.picture), kept_outputs(run), strict=True): place.update(bundle, raw=True)
+            outputs = kept_outputs(run)
+            for place in (self.above, self.picture): place.update(next(outputs), raw=True)
         finally:
             if self.controls is not None: self.controls.close()
 

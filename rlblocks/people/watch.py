@@ -136,7 +136,7 @@ class watch:
 
     def _step(self):
         "Run a step. None where the loop has ended."
-        changes, before, start = self._apply(), self.slid(), time.perf_counter()
+        changes, before, start = self._apply(), self.slider_values(), time.perf_counter()
         try: row = dict(next(self.loop))
         except StopIteration:
             self.state = "done"
@@ -146,7 +146,7 @@ class watch:
             raise
         self._seconds.append(time.perf_counter() - start)
         self._look()
-        now = self.slid()
+        now = self.slider_values()
         row |= {name: now[name] if x is None else x for name, x in before.items() if name not in row}
         self._keep(row, changes)
         if lost := [name for name, x in now.items() if x is None]:
@@ -156,13 +156,14 @@ class watch:
 
     def _keep(self, row, changes):
         "Add a step. One that comes again, of a run that has resumed, replaces what was after it."
-        step = step_of(row, len(self.rows))
+        numbers = row_numbers(row)
+        step = step_of(numbers, len(self.rows))
         while self.numbers and self.numbers[-1]["step"] >= step:
             self.rows.pop()
             self.numbers.pop()
         self.rows.append(row)
-        self.numbers.append(row_numbers(row) | dict(step=float(step)))
-        self.marks += [(step, said) for said in changes]
+        self.numbers.append(numbers | dict(step=float(step)))
+        self.marks = [mark for mark in self.marks if mark[0] < step] + [(step, said) for said in changes]
 
     def _apply(self):
         "Set what sliders ask for, once the loop has begun. Returns the changes in words."
@@ -179,8 +180,8 @@ class watch:
 
     def _look(self):
         "Keep the loop's batch and loss, and no model: a run that has ended holds no memory of a GPU."
-        self.batch, self.loss = loop_batch(self.loop) or self.batch, loop_loss(self.loop) or self.loss
-        self.total = self.total or planned_steps(self.loop)
+        if (batch := loop_batch(self.loop)) is not None: self.batch = batch      # one without rows is a batch too
+        self.loss, self.total = loop_loss(self.loop) or self.loss, self.total or planned_steps(self.loop)
 
     # -- what is shown
 
@@ -199,7 +200,7 @@ class watch:
         "How much of the run is done."
         return min(1., self.done/self.total) if self.total else None
 
-    def slid(self)->dict[str, float|None]: # None where the loop has none yet
+    def slider_values(self)->dict[str, float|None]: # None where the loop has none yet
         "Return the numbers of the sliders as the loop reads them."
         known = settable(self.loop)
         return {name: known.get(name) for name in self.sliders}
