@@ -181,6 +181,7 @@ if TYPE_CHECKING:
     from rlblocks.placement.spmd import SpmdPool
     from rlblocks.people.explore import explore
     from rlblocks.people.run import loop_from
+    from rlblocks.people.watch import watch
 
 # module of floors 3-5 → what it offers: imported when first asked for
 _OFFERS = {
@@ -226,6 +227,7 @@ _OFFERS = {
     "placement.spmd": "SpmdPool",
     "people.explore": "explore",
     "people.run": "loop_from",
+    "people.watch": "watch",
 }
 _LAZY = {name: module for module, names in _OFFERS.items() for name in names.split()}
 
@@ -288,7 +290,7 @@ __all__ = [
     "token_mask", "tool_environment", "topr_loss", "tpo_loss", "trajectory_returns", "truncated_weights",
     "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
     "value_loss", "value_metrics", "verdict_metrics", "verifiers_environment", "verifiers_rows", "vespo_loss",
-    "veto_mask", "vine_advantages", "vllm", "vtrace", "weighted_scores", "whiten", "within", "without_truncated",
+    "veto_mask", "vine_advantages", "vllm", "vtrace", "watch", "weighted_scores", "whiten", "within", "without_truncated",
     "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss", "zero", "zero_unweighted",
 ]
 
