@@ -181,6 +181,7 @@ if TYPE_CHECKING:
     from rlblocks.placement.spmd import SpmdPool
     from rlblocks.people.explore import explore
     from rlblocks.people.run import loop_from
+    from rlblocks.people.show import show
     from rlblocks.people.watch import watch
 
 # module of floors 3-5 → what it offers: imported when first asked for
@@ -227,6 +228,7 @@ _OFFERS = {
     "placement.spmd": "SpmdPool",
     "people.explore": "explore",
     "people.run": "loop_from",
+    "people.show": "show",
     "people.watch": "watch",
 }
 _LAZY = {name: module for module, names in _OFFERS.items() for name in names.split()}
@@ -283,7 +285,7 @@ __all__ = [
     "row_mean", "row_sum", "run_code", "safety_loss", "same_shape", "sample_columns", "sandbox_support",
     "sapo_loss", "save_rollouts", "saved_steps", "score_metrics", "scorer_reward", "scores_after", "seed_of",
     "sequence_logprobs", "sequence_mask", "sequence_metrics", "sequence_ratio", "sequence_weights", "serve_reward",
-    "sft_loss", "sglang", "shared_prefix", "sign_weights", "simpo_loss", "soft_values", "softened_logprobs",
+    "sft_loss", "sglang", "shared_prefix", "show", "sign_weights", "simpo_loss", "soft_values", "softened_logprobs",
     "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards", "step_seconds",
     "straight_through", "support_logprobs", "swap_completions", "taskset_environment", "taskset_rows",
     "teacher_mix_weights", "textarena_environment", "tie_loss", "to_arrow", "token_covariance", "token_logprobs",

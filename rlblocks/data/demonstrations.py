@@ -133,7 +133,7 @@ class Demonstrations(Rows):
         "Tokenise every row. ValueError or TypeError, naming the row, for what is no demonstration or too long."
         super().__init__(rows, "text", max_tokens, shuffle, seed, on_error)
         reader = MediaReader(self.who, tokenizer)
-        tokenizer = reader.tokenizer
+        tokenizer = self.tokenizer = reader.tokenizer
         check_eos(self, tokenizer, "without one a policy cannot learn to stop")
         if truncate not in (None, "start", "end"):
             raise ValueError(f"Demonstrations: truncate={truncate!r}; 'start', 'end' or None is wanted")

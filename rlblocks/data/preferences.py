@@ -60,7 +60,7 @@ class Judged(Rows):
         "Tokenise every row, a prompt once. ValueError or TypeError, naming the row, for what is none or too long."
         super().__init__(rows, "prompt", max_tokens, shuffle, seed, on_error)
         reader = MediaReader(self.who, tokenizer)
-        tokenizer = reader.tokenizer
+        tokenizer = self.tokenizer = reader.tokenizer
         check_eos(self, tokenizer, "where an answer ends is a part of what is judged")
         if drop_longer and max_tokens is None: raise ValueError(f"{self.who}: drop_longer needs max_tokens")
         made, media = read_with_media(self, reader, lambda row: self._answers(row, tokenizer, template))

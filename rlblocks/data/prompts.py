@@ -278,6 +278,7 @@ class Rows:
     "Ids made once, and a count of what was taken so far, which is all that changes. Abstract."
     # column names made here; what one thing taken is called, and how many rows it is
     own_names, kind, each = (), "rows", 1
+    tokenizer:Any = None                    # what made the ids: batches are drawn by it
     _media:list[Media|None]|None = None     # of each row; None: there are no media
     _type_ids:list[dict[str, list[int]]] = []
     _numbers:list[int]|None = None          # in `rows`, of those that could be read; None: all
@@ -412,7 +413,7 @@ def batch_of(data:Rows, numbers:range)->Batch:
     columns = data._columns(torch.tensor(numbers), {name: [plain(r[name]) for r in rows] for name in rows[0]
                                                     if not (media and name in COLUMNS)})
     if media: columns |= _media_columns(data, at)
-    return Batch(tokens=tokens, lengths=lengths, mask=mask, **columns)
+    return Batch(tokens=tokens, lengths=lengths, mask=mask, **columns).with_tokenizer(data.tokenizer)
 
 # %% ../../nbs/data/01_prompts.ipynb #0efc56a8
 class Prompts(Rows):
@@ -437,6 +438,7 @@ class Prompts(Rows):
         super().__init__(rows, "prompt", max_tokens, shuffle, seed, on_error)
         check_tokenizer("Prompts", tokenizer)
         reader = MediaReader("Prompts", tokenizer)
+        self.tokenizer = reader.tokenizer
         def make(row):
             media, text = reader.media(row), render(row, reader.tokenizer, template=template)
             return text, reader.expand([text], media)[0], media

@@ -155,7 +155,8 @@ def rows_of_episodes(
     if kept := rollout.how.kept(rollout.sampler.vocabulary):
         columns["support"] = torch.full((*tokens.shape, kept), -1, dtype=torch.int32)
     if any(t.media is not None for _, t, _ in every): columns["media"] = [t.media for _, t, _ in every]
-    rows = behind(Batch(per_row=prompt.per_row, **columns), [t.spans for _, t, _ in every])
+    empty = Batch(per_row=prompt.per_row, **columns).with_tokenizer(rollout.tokenizer)
+    rows = behind(empty, [t.spans for _, t, _ in every])
     if "media" in columns:
         for k, x in cast(ChatRenderer, renderer).reader.type_columns(rows.tokens.tolist()).items():
             rows.set(k, x.masked_fill(rows.turn >= 0, 0), per="token")

@@ -126,6 +126,7 @@ class Call:
         "Find the Batches among the arguments and cut them between units. ValueError for a part, where it must be cut."
         self.args, self.kwargs, self.n, self.who = args, kwargs, n, who
         batches = batches_in((*args, *kwargs.values()), who)
+        self.tokenizer = next((b.tokenizer for b in batches if b.tokenizer is not None), None)   # no answer brings one
         for b in batches[:0 if n == 1 else None]: _check_whole(b, who)
         self.cuts = {id(b): b.cut(n, shares_prompts=shares_prompts) for b in batches}      # row numbers of each part
         self.rows = next(iter(self.cuts.values()), None)     # of the first Batch; None: nothing is cut
@@ -146,7 +147,8 @@ class Call:
         answers:list[C], # of each replica, in their order
     )->"C|JoinedAnswer": # the loop's answer
         "Join rows in order and merge metrics when something was cut; else return the first replica's answer."
-        return answers[0] if self.rows is None or self.n == 1 else join_answers(answers, self.rows, self.who)
+        found = answers[0] if self.rows is None or self.n == 1 else join_answers(answers, self.rows, self.who)
+        return found.with_tokenizer(self.tokenizer) if isinstance(found, Batch) and found.tokenizer is None else found
 
 def like_tuple(x:tuple, items:list)->tuple:
     "Make a tuple of the same kind, also of a named one."

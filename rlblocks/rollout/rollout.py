@@ -315,6 +315,7 @@ def rows_of(
     first = requests[0]
     rows = to_rows(prompts, len(first.seeds), completions, first.how, penalised=first.penalties is not None,
                    by_token=by_token)
+    rows = rows.with_tokenizer(prompts.tokenizer if rollout.tokenizer is None else rollout.tokenizer)
     if rollout.tokenizer is not None: rows["completion"] = texts(rollout.tokenizer, completions)
     return _as_filler(rows, prompts) if prompts.filler else rows
 

@@ -54,7 +54,7 @@ def behind(rows:Batch, tails:Sequence[list[Span]])->Batch: # new rows
             n = len(span["tokens"])
             for name, x in span.items(): columns[name][i, end:end+n] = x
             end += n
-    return Batch(per_row=rows.per_row, **columns | dict(lengths=rows.lengths + more))
+    return Batch(per_row=rows.per_row, **columns | dict(lengths=rows.lengths + more)).with_tokenizer(rows.tokenizer)
 
 def _filled(rows, name, width):
     "Copy a per-token column to a width; behind each row it says that nobody chose."
