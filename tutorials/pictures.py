@@ -60,17 +60,6 @@ def right(completions, answer, **_):
     return [float(c.strip() == a) for c, a in zip(completions, answer, strict=True)]
 
 
-def show(*batches, names=("",), n=8):
-    "Pictures of the first `n` rows, and below each what it was answered in some batches of the same rows."
-    import matplotlib.pyplot as plt
-    _, axes = plt.subplots(1, n, figsize=(n*.8, .8 + .2*len(batches)), dpi=70)
-    for i, ax in enumerate(axes):
-        ax.imshow(batches[0].media[i].images[0], interpolation="nearest")
-        ax.set(xticks=[], yticks=[])
-        ax.set_xlabel("\n".join(b.completion[i] for b in batches), fontsize=8)
-    axes[0].set_ylabel("\n".join(names), rotation=0, ha="right", va="top", y=0, fontsize=8)
-
-
 TEMPLATE = """{% for m in messages %}{{ m.role }}: {% if m.content is string %}{{ m.content }}{% else %}\
 {% for x in m.content %}{% if x.type == 'text' %}{{ x.text }}{% else %}MEDIUM{% endif %}{% endfor %}{% endif %}\
 {{ '<eos>' if m.role == 'assistant' }} {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
