@@ -29,7 +29,7 @@ pythons: .venv/.3.12 .venv/.3.13
 	touch $@
 
 .venv/.demo: .venv/.torch settings.ini setup.py
-	$(BIN)/python -m pip install -q -c constraints.txt $(EDITABLE) -e '.[notebook,rewards]'
+	$(BIN)/python -m pip install -q -c constraints.txt $(EDITABLE) -e '.[notebook,rewards,cli]'
 	touch $@
 
 .venv/.dev: .venv/.torch settings.ini setup.py

@@ -22,7 +22,7 @@ import make_readme as readme  # noqa: E402
 
 TEXTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "AGENTS.md", "benchmarks/README.md",
          "docs/coming_from.md", "docs/troubleshooting.md")
-FILES = ("LICENSE", "tutorials/configs/rlhf.yaml")          # what pages link to and readers download
+FILES = ("LICENSE", "tutorials/configs/rlhf.yaml", "docs/learning.png")     # what pages link to and show
 START = ("nbs/tour Overview<README> nbs/your_loop docs/gallery nbs/which_loss docs/algorithms docs/coming_from "
          "docs/troubleshooting")
 GUIDES = ("nbs/commands nbs/rewards nbs/sampling nbs/agents nbs/media nbs/distillation nbs/layouts nbs/clusters "

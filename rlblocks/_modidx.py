@@ -3996,6 +3996,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'rlblocks.people.command.dry_run': ('people/command.html#dry_run', 'rlblocks/people/command.py'),
                                          'rlblocks.people.command.guarded': ('people/command.html#guarded', 'rlblocks/people/command.py'),
                                          'rlblocks.people.command.halves': ('people/command.html#halves', 'rlblocks/people/command.py'),
+                                         'rlblocks.people.command.keep_config': ( 'people/command.html#keep_config',
+                                                                                  'rlblocks/people/command.py'),
                                          'rlblocks.people.command.loop_of': ('people/command.html#loop_of', 'rlblocks/people/command.py'),
                                          'rlblocks.people.command.plain_values': ( 'people/command.html#plain_values',
                                                                                    'rlblocks/people/command.py'),

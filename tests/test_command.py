@@ -61,7 +61,7 @@ def test_a_command_that_there_is_not_is_named(capsys):
 def test_without_jsonargparse_it_says_what_to_install(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
     assert command_line(["run", "some_loops:count"]) == 2
-    assert "pip install 'rlblocks[cli]'" in capsys.readouterr().err
+    assert "needs jsonargparse: pip install -e '.[cli]' in the clone" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words, code", [(["run", "--help"], 0), (["--help"], 0), (["run"], 2), ([], 2), (None, 2)])

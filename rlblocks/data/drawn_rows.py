@@ -75,8 +75,10 @@ def picks_of(
     worth = [0.]*len(batch) if verdict is None else verdict[1].nan_to_num(-math.inf, neginf=-math.inf).tolist()
     groups:dict[Any, list[int]] = {}
     for i in range(len(batch)) if isinstance(rows, int) else rows: groups.setdefault(ids[i], []).append(i)
-    left, picks = rows if isinstance(rows, int) else len(rows), []
-    for group in groups.values():
+    left, picks, ordered = rows if isinstance(rows, int) else len(rows), [], list(groups.values())
+    if left < len(batch):       # groups with unlike verdicts teach, the others come when there is room
+        ordered.sort(key=lambda group: len({worth[i] for i in group}) == 1)
+    for group in ordered:
         if left <= 0: break
         best = sorted(group, key=lambda i: -worth[i])
         n = min(left, len(best))

@@ -419,7 +419,8 @@ def batch_of(data:Rows, numbers:range)->Batch:
 class Prompts(Rows):
     """Prompts for a policy to answer: tokenised once, each once an epoch, resumable.
 
-    A row's own `completion` is not in the batch: the policy writes another."""
+    A row's own `completion` is not in the batch: the policy writes another. `take` moves on: a second loop over the
+    same `Prompts` begins where the first has ended, so make them in the cell that runs."""
 
     def __init__(self,
         rows,                # list of str, or of dicts {prompt} (str or messages) with other columns; or a Dataset

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NAMES', 'HELP', 'OTHERS', 'halves', 'pools_for', 'plain_values', 'print_row', 'Log', 'run_loop', 'write_config',
-           'dry_run', 'loop_of', 'command_line', 'set_environment', 'ran', 'guarded']
+           'keep_config', 'dry_run', 'loop_of', 'command_line', 'set_environment', 'ran', 'guarded']
 
 # %% ../../nbs/people/01_command.ipynb #94d1611e
 import importlib
@@ -103,12 +103,28 @@ def run_loop(
 def write_config(given:Mapping, folder:str|Path|None)->str:
     "The flags as YAML, in `folder/config.yaml` where there is one."
     yaml = importlib.import_module("yaml")
-    kept = {k: x for k, x in given.items() if k not in ("dry_run", "show_code")}
-    text = yaml.safe_dump(_plain_values(kept), sort_keys=False, allow_unicode=True)
+    kept = _plain_values({k: x for k, x in given.items() if k not in ("dry_run", "show_code")})
+    text = yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
     if folder is not None and os.environ.get("RANK", "0") == "0":
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        Path(folder, "config.yaml").write_text(text, encoding="utf-8")
+        file = Path(folder, "config.yaml")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if file.exists(): keep_config(file, yaml.safe_load(file.read_text(encoding="utf-8")) or {}, kept)
+        file.write_text(text, encoding="utf-8")
     return text
+
+def keep_config(
+    file:Path,   # `config.yaml` of a run that goes on
+    old:Mapping, # the flags that it was begun with
+    new:Mapping, # those that it goes on with
+):
+    "Keep the flags of the steps that were done, and say what has changed since."
+    done = len(Log(file.with_name("log.jsonl")).rows())
+    changed = [k for k in new if old.get(k) != new[k] and k not in ("steps", "pool", "ranks", "restarts")]
+    if not done or not changed: return
+    was = ", ".join(f"{k} {old.get(k)} → {new[k]}" for k in changed)
+    kept = file.with_name(f"config-until-{done}.yaml")
+    file.replace(kept)
+    print(f"{file.parent}: {done} steps were done with other settings, kept in {kept.name}: {was}", file=sys.stderr)
 
 def _plain_values(x):
     if isinstance(x, Mapping): return {str(k): _plain_values(v) for k, v in x.items()}

@@ -8,6 +8,7 @@ __all__ = ['explore', 'picture']
 # %% ../../nbs/people/17_explore.ipynb #f83cb1a9
 import inspect
 from collections.abc import Callable
+from typing import Any, cast
 
 # %% ../../nbs/people/17_explore.ipynb #8b76b1fe
 def explore(
@@ -27,7 +28,7 @@ def explore(
     from IPython.display import display
     made = {name: FloatSlider(value=defaults[name], min=low, max=high, step=(high - low)/100, description=name)
             for name, (low, high) in sliders.items()}
-    handle = display(picture(draw), display_id=True)
+    handle = cast(Any, display(picture(draw), display_id=True))
     def again(_): handle.update(picture(draw, **{name: s.value for name, s in made.items()}))
     for s in made.values(): s.observe(again, "value")
     display(VBox(list(made.values())))

@@ -79,8 +79,7 @@ def flags(
     how:dict[str, Any] = dict(prog=title, description=loop.__doc__, exit_on_error=False, allow_abbrev=False)
     try: parser = importlib.import_module("jsonargparse").ArgumentParser(**how)
     except ImportError as e:
-        raise NoLoop("rlblocks run needs jsonargparse: pip install 'rlblocks[cli]'; "
-                     "`for row in restarted(loop, pools)` does the same in Python") from e
+        raise NoLoop(f"{title} needs jsonargparse: pip install -e '.[cli]' in the clone") from e
     kinds = [p.annotation for p in words.values() if is_data(p)]
     of_loop = parser.add_argument_group(f"keywords of {loop.__name__}")
     for name, p in words.items():

@@ -9,6 +9,7 @@ __all__ = ['definition', 'help_text', 'show_definitions']
 import ast
 import inspect
 import textwrap
+from typing import cast
 
 # %% ../../nbs/people/16_help.ipynb #d1c86f02
 def definition(
@@ -16,9 +17,9 @@ def definition(
 )->str:
     "Return the source of a function down to its docstring; of a class, that and the same of its `__init__`."
     lines = textwrap.dedent(inspect.getsource(f)).splitlines()
-    node = ast.parse("\n".join(lines)).body[0]
+    node = cast(ast.FunctionDef, ast.parse("\n".join(lines)).body[0])
     first = node.body[0]
-    end = first.end_lineno if ast.get_docstring(node) else max(first.lineno - 1, 1)
+    end = cast(int, first.end_lineno) if ast.get_docstring(node) else max(first.lineno - 1, 1)
     text = "\n".join(lines[:end])
     if not (inspect.isclass(f) and "__init__" in vars(f)): return text
     return f"{text}\n\n{textwrap.indent(definition(f.__init__), '    ')}"
@@ -37,6 +38,6 @@ def show_definitions(
     shell, # of IPython: `get_ipython()`
 ):
     "Let `name?` and Shift-Tab show definitions with the comments of their parameters."
-    from IPython import version_info
-    if version_info >= (8, 22):     # before, hooks took two arguments
+    from IPython.core import oinspect
+    if hasattr(oinspect, "InspectorHookData"):      # before IPython 8.22 hooks took two arguments
         shell.inspector.mime_hooks["text/plain"] = help_text

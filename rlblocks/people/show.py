@@ -44,7 +44,8 @@ class Leaves(Out):
 
 def _missing(name):
     "Say who could give an output."
-    how = dict(logprobs="show(batch, policy, …)", entropy="show(batch, policy, …)", values="show(batch, critic=…)",
+    how = dict(logprobs="show(batch, policy, …)", values="show(batch, critic=…)",
+               entropy="show(batch, policy, …), say of what the loop has saved: Policy(folder, frozen=True)",
                scores="show(batch, scorer, …)").get(name, f"batch[{name!r}] = …")
     return f"show: the loss reads out.{name}, which no model and no column gives; give it: {how}"
 

@@ -52,6 +52,9 @@ class watch:
         every:float|int=.3,                  # seconds between two drawings at least
     ):
         "Take a loop, which may have begun. ValueError for a slider of a number that the loop reads only once."
+        if not isinstance(loop, Iterable):
+            raise TypeError(f"watch: a {type(loop).__name__} came; what yields a dict a step is wanted; call it, "
+                            "watch(grpo(here, …))")
         self.loop, self.sliders, self.keys, self.every = iter(loop), _ranges(sliders or {}), keys, every
         self.rows, self.numbers, self.marks = [], [], []        # dicts, floats in them, changes: (step, text)
         self.batch:Batch|None = None                            # the loop's rows at its last step
@@ -233,10 +236,12 @@ class watch:
     def compare(
         *runs:"str|Path|Sequence[Mapping]|watch",   # folders of runs, lists of dicts, or what was watched
         keys:Sequence[str]|None=None,             # numbers to draw; None: those that people look at
+        **named:"str|Path|Sequence[Mapping]|watch", # runs with a name for the legend: rloo=w
     )->Curves: # drawn by a cell that ends with it; `.png(path)` writes a file
         "Lay the curves of several runs over one another."
         labels = [str(run) if isinstance(run, (str, Path)) else f"run {i}" for i, run in enumerate(runs)]
-        return Curves({label: _rows_of(run) for label, run in zip(labels, runs, strict=True)}, keys)
+        labelled = [*zip(labels, runs, strict=True), *named.items()]
+        return Curves({label: _rows_of(run) for label, run in labelled}, keys)
 
 def _ranges(sliders):
     "The sliders' ranges. ValueError for what is none."
