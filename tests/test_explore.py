@@ -5,6 +5,8 @@ import nbformat
 
 def test_a_move_of_a_slider_draws_again_in_the_same_place():
     cells = ["import matplotlib.pyplot as plt\nfrom rlblocks import explore\n"
+             "kernel = get_ipython().kernel; asked = kernel.get_parent\n"
+             "kernel.get_parent = lambda *a: asked(*a) | dict(content=dict(allow_stdin=True))\n"        # as of a person
              "def line(slope=1.): plt.plot([0, slope]); print(slope)\n"
              "explore(line, slope=(0., 2.))",
              "from ipywidgets.widgets import widget\n"

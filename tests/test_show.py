@@ -18,6 +18,7 @@ from rlblocks import (
     Batch, Buffer, Critic, Demonstrations, Policy, Preferences, Prompts, Rollout, Scorer, bradley_terry_loss,
     cispo_loss, pairs, ppo_loss, sequence_logprobs, show, value_loss,
 )
+from rlblocks.data.drawing import Colouring, constant_of, told
 from rlblocks.data.drawn_rows import token_texts
 from rlblocks.models.outputs import Out
 from rlblocks.people.show import Leaves, loss_gradients, output_sources
@@ -473,3 +474,22 @@ def test_what_a_loss_reads_and_nobody_has():
     with pytest.raises(ValueError, match="show: by='advantage'.*is 'advantages' meant"):
         show(answers("ab", advantages=torch.ones(1, 7)), by="advantage")
 
+
+def test_one_number_that_differs_is_not_hidden():
+    x = torch.ones(1, 1600)
+    x[0, 4:] += torch.linspace(-4e-4, 4e-4, 1596)
+    assert constant_of([(x, torch.ones(1, 1600, dtype=torch.bool))]) == "1"
+    x[0, 9] = 3.
+    assert constant_of([(x, torch.ones(1, 1600, dtype=torch.bool))]) == ""
+
+
+def test_a_legend_has_the_sign_of_its_numbers_and_a_reference_its_name():
+    assert ">-3<" in Colouring.of("logprobs", torch.tensor([-3., -1.])).legend()
+    assert ">3<" in Colouring.of("kl", torch.tensor([1., 3.])).legend()
+    assert told(dict(ref_logprobs=-2.)) == ["log π ref -2"]
+
+
+def test_before_and_after_are_matched_by_prompt_not_by_number():
+    def asked(*prompts): return Batch(prompt=[*prompts], completion=["x"]*len(prompts), group=torch.arange(len(prompts)))
+    found = repr(show(asked("aa", "bb"), asked("bb", "aa"), rows=1))
+    assert found.count("aa") == 2 and "bb" not in found

@@ -46,6 +46,7 @@ class Colouring:
     "The scale of a number, and how far from the centre the deepest colour is."
     scale:Scale
     top:float
+    below:bool=False # of an unsigned scale: the values are below its centre
 
     @classmethod
     def of(cls,
@@ -54,9 +55,10 @@ class Colouring:
     )->"Colouring":
         "Choose a scale and its top."
         scale = scale_of(name, x)
-        far = (x[x.isfinite()] - scale.centre).abs().double()
-        top = torch.quantile(far, .98, interpolation="higher").item() if len(far) else 0.
-        return cls(scale, max(top, scale.least) or 1.)
+        distance = (x[x.isfinite()] - scale.centre).double()
+        top = torch.quantile(distance.abs(), .98, interpolation="higher").item() if len(distance) else 0.
+        below = not scale.signed and len(distance) > 0 and bool((distance <= 0).all())
+        return cls(scale, max(top, scale.least) or 1., below)
 
     def colour(self, x:float)->str: # "": white
         "Return the colour of a value, three hexadecimal digits; grey where it is no number."
@@ -72,7 +74,8 @@ class Colouring:
         "Draw the two ends of the scale, with their numbers."
         s, far = self.scale, self.top
         low, high = (s.high, s.low) if s.good < 0 else (s.low, s.high)
-        ends = [(s.centre - far if s.signed else s.centre, low), (s.centre + far, high)]
+        far_end = s.centre - far if self.below else s.centre + far
+        ends = [(s.centre - far if s.signed else s.centre, low), (far_end, high)]
         return "".join(f' <span style="background-color:{self.colour(x) or "#fff"};padding:0 .3em">'
                        f'{f"{x:.3g} {words}".strip()}</span>' for x, words in ends)
 
@@ -290,7 +293,10 @@ _LOGPROBS = ("logprobs", "old_logprobs", "rollout_logprobs")     # the first tha
 
 def constant_of(columns:Sequence[tuple[Tensor|None, Tensor]])->str: # "": there are several
     "Return the value that a number has at all chosen tokens, to three digits."
-    found = {f"{v:.3g}" for x, mask in columns if x is not None for v in x[mask].unique()[:1000].tolist()}
+    values = [x[mask] for x, mask in columns if x is not None and mask.any()]
+    numbers = [x[~x.isnan()] for x in values]
+    found = {f"{v:.3g}" for x in numbers if len(x) for v in (x.min().item(), x.max().item())}
+    if any(x.isnan().any() for x in values): found.add("nan")
     return found.pop() if len(found) == 1 else ""
 
 def told(numbers:Mapping[str, float])->list[str]: # lines
@@ -299,8 +305,9 @@ def told(numbers:Mapping[str, float])->list[str]: # lines
     logprobs = {k: f"{numbers[k]:.3g}" for k in _LOGPROBS if k in numbers}
     logprobs |= {k: f"{x:.3g}" for k, x in numbers.items() if k.endswith("logprobs") and k not in logprobs}
     if not logprobs: return lines
-    first = next(iter(logprobs.values()))
-    return [*lines, f"log π {first}" + "".join(f", {k[:-9]} {x}" for k, x in logprobs.items() if x != first)]
+    name, first = next(iter(logprobs.items()))
+    whose = "log π" if name in _LOGPROBS else f"log π {name[:-9]}"
+    return [*lines, f"{whose} {first}" + "".join(f", {k[:-9]} {x}" for k, x in logprobs.items() if x != first)]
 
 def drawn_prompt(text:str, most:int=500)->str: # HTML
     "Write a prompt; of a long one the end, and the whole of it behind a triangle."

@@ -66,8 +66,9 @@ def picks_of(
     rows:int|Sequence[int]|Tensor=16, # how many are drawn; or which: numbers, or a Bool `[B]`
 )->list[Pick]: # of each group
     "Choose rows, groups together, by their verdict. IndexError for the number of a row that is not there."
-    if isinstance(rows, Tensor): rows = (rows.nonzero()[:, 0] if rows.dtype == torch.bool else rows).tolist()
+    if isinstance(rows, Tensor): rows = rows.tolist()
     if not isinstance(rows, int):
+        if all(isinstance(i, bool) for i in rows): rows = [i for i, x in enumerate(rows) if x]
         if odd := [i for i in rows if not 0 <= i < len(batch)]:
             raise IndexError(f"show: row {odd[0]} is asked for, the batch has {len(batch)}")
     ids = next((batch.columns[k].tolist() for k in ("group", "unit") if k in batch), range(len(batch)))

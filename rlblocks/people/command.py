@@ -108,7 +108,8 @@ def write_config(given:Mapping, folder:str|Path|None)->str:
     if folder is not None and os.environ.get("RANK", "0") == "0":
         file = Path(folder, "config.yaml")
         file.parent.mkdir(parents=True, exist_ok=True)
-        if file.exists(): keep_config(file, yaml.safe_load(file.read_text(encoding="utf-8")) or {}, kept)
+        old = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else None
+        if isinstance(old, Mapping): keep_config(file, old, kept)
         file.write_text(text, encoding="utf-8")
     return text
 
@@ -123,8 +124,9 @@ def keep_config(
     if not done or not changed: return
     was = ", ".join(f"{k} {old.get(k)} → {new[k]}" for k in changed)
     kept = file.with_name(f"config-until-{done}.yaml")
-    file.replace(kept)
-    print(f"{file.parent}: {done} steps were done with other settings, kept in {kept.name}: {was}", file=sys.stderr)
+    if not kept.exists(): file.replace(kept)        # a start that came to no step has no settings to keep
+    print(f"{file.parent}: its {done} steps were done with other settings, which {kept.name} has; changed: {was}",
+          file=sys.stderr)
 
 def _plain_values(x):
     if isinstance(x, Mapping): return {str(k): _plain_values(v) for k, v in x.items()}

@@ -22,12 +22,16 @@ def explore(
                          f"{', '.join(defaults)}")
     try:
         from IPython import get_ipython
-        from ipywidgets import FloatSlider, VBox
+        from ipywidgets import FloatSlider, IntSlider, VBox
     except ImportError: return draw()
-    if not hasattr(get_ipython(), "kernel"): return draw()      # nobody could move a slider
+    kernel = getattr(get_ipython(), "kernel", None)
+    asks = kernel.get_parent().get("content", {}) if kernel is not None else {}
+    if not asks.get("allow_stdin"): return draw()       # nobody could move a slider
     from IPython.display import display
-    made = {name: FloatSlider(value=defaults[name], min=low, max=high, step=(high - low)/100, description=name)
-            for name, (low, high) in sliders.items()}
+    def slider(name, low, high):
+        if isinstance(defaults[name], int): return IntSlider(defaults[name], low, high, description=name)
+        return FloatSlider(defaults[name], min=low, max=high, step=(high - low)/100, description=name)
+    made = {name: slider(name, low, high) for name, (low, high) in sliders.items()}
     handle = cast(Any, display(picture(draw), display_id=True))
     def again(_): handle.update(picture(draw, **{name: s.value for name, s in made.items()}))
     for s in made.values(): s.observe(again, "value")

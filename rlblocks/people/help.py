@@ -9,19 +9,21 @@ __all__ = ['definition', 'help_text', 'show_definitions']
 import ast
 import inspect
 import textwrap
+from dataclasses import is_dataclass
 from typing import cast
 
 # %% ../../nbs/people/16_help.ipynb #d1c86f02
 def definition(
     f, # function, method or class
 )->str:
-    "Return the source of a function down to its docstring; of a class, that and the same of its `__init__`."
+    "Return the source of a function down to its docstring; of a class, that and its `__init__`, or its fields."
     lines = textwrap.dedent(inspect.getsource(f)).splitlines()
     node = cast(ast.FunctionDef, ast.parse("\n".join(lines)).body[0])
     first = node.body[0]
     end = cast(int, first.end_lineno) if ast.get_docstring(node) else max(first.lineno - 1, 1)
     text = "\n".join(lines[:end])
     if not (inspect.isclass(f) and "__init__" in vars(f)): return text
+    if is_dataclass(f): return "\n".join(lines[:max(x.end_lineno for x in node.body if isinstance(x, ast.AnnAssign))])
     return f"{text}\n\n{textwrap.indent(definition(f.__init__), '    ')}"
 
 # %% ../../nbs/people/16_help.ipynb #cad7a946

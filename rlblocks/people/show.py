@@ -129,7 +129,10 @@ def show(
     at = torch.tensor([i for p in picks for i in p.rows], dtype=torch.long)
     computed, note = _computed((batch.drop("unit") if "unit" in batch else batch)[at], other, ref, critic), ""
     if loss is not None:
-        gradients, note = _gradients(batch, other, critic, loss)
+        read = batch
+        if ref is not None and "ref_logprobs" not in batch:
+            read = batch.with_columns(batch.columns | dict(ref_logprobs=ref.logprobs(batch)))
+        gradients, note = _gradients(read, other, critic, loss)
         computed |= {k: x[at] for k, x in gradients.items()}
     return Drawing([DrawnRows(batch, picks, computed=computed, tokenizer=tokenizer, note=note)], by=by, tokens=tokens)
 
@@ -156,7 +159,7 @@ def _gradients(batch, model, critic, loss):
 def _same_prompts(before, after, rows)->list[Pick]:
     "Choose those rows of a second batch that answer the prompts drawn of the first."
     at = [i for p in picks_of(before, rows) for i in p.rows]
-    for name in ("group", "prompt"):
+    for name in ("prompt", "group"):        # a group's number says which prompt it was of a run, not which prompt
         if name not in before or name not in after: continue
         ids, other = (x.tolist() if isinstance(x, Tensor) else list(map(str, x)) for x in (before[name], after[name]))
         wanted = {ids[i] for i in at}
