@@ -11,7 +11,7 @@ OUT ?= benchmarks/results
 # as it was before `make test` sets it for hypothesis
 IN_CI := $(CI)
 
-.PHONY: demo gpu test suite test-long test-times setup dev peers torchvision vllm hubs browser pythons parity export \
+.PHONY: demo lab gpu test suite test-long test-times setup dev peers torchvision vllm hubs browser pythons parity export \
         readme docs release lint clean
 
 setup: .venv/.demo
@@ -114,6 +114,12 @@ SIDE_BY_SIDE := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 demo: .venv/.demo
 	$(BIN)/python tutorials/demo.py
+
+# Jupyter on the tour. With this configuration it saves notebooks as they are kept here.
+lab: .venv/.demo
+	$(BIN)/python -m pip install -q -c constraints.txt jupyterlab
+	$(BIN)/jupyter lab --config=jupyter_server_config.py --ServerApp.root_dir="$(CURDIR)" \
+		--LabApp.default_url=/lab/tree/nbs/tour.ipynb
 
 # On a machine with an NVIDIA GPU, at most eight minutes: benchmarks/gpu.py says what it needs and what it shows
 gpu:

@@ -1,4 +1,4 @@
-"""Jupyter that is started in this folder saves the notebooks of nbs/ and tutorials/ as they are kept: without execution
+"""Jupyter that is started with this configuration (`make lab`) saves the notebooks of nbs/ and tutorials/ as they are kept: without execution
 counts, and without metadata that each machine writes in its own way. One that was opened and saved is unchanged."""
 
 

@@ -135,7 +135,8 @@ def test_notebooks_are_clean(path):
             kept = {"image/png"}        # the size of a picture
             assert out["output_type"] != "error" and out.get("execution_count") is None and set(
                 out.get("metadata", {})) <= kept, f"{where} has an output to clean"
-            assert out.get("name") != "stderr", f"{where} left a warning: {''.join(out['text'])[:80]}"
+            said = "".join(out.get("text", ""))
+            assert out.get("name") != "stderr" and "[WARNING]" not in said, f"{where} left a warning: {said[:80]}"
 
 
 def test_notebooks_begin_with_a_title():
@@ -158,6 +159,16 @@ def test_jupyter_saves_notebooks_as_they_are_kept():
             if cell.cell_type == "code": cell.execution_count = i
         config.ContentsManager.pre_save_hook(dict(type="notebook", content=nb), f"{path.relative_to(ROOT)}")
         assert nbformat.writes(nb) + "\n" == text, f"Jupyter would change {path.name}"
+
+
+@pytest.mark.skipif(not (ROOT/".venv/browser/bin/python").exists(), reason="make browser: there is no Jupyter")
+def test_jupyter_takes_that_configuration_as_make_lab_gives_it():
+    flags = re.search(r"jupyter lab (--config=\S+)", (ROOT/"Makefile").read_text(encoding="utf-8"))[1]
+    code = ("from jupyter_server.serverapp import ServerApp; app = ServerApp(); "
+            f"app.initialize([{flags!r}, '--no-browser', '--allow-root'], find_extensions=False, new_httpserver=False); "
+            "print(app.contents_manager.pre_save_hook.__name__)")
+    said = subprocess.run([ROOT/".venv/browser/bin/python", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert said.stdout.split()[-1:] == ["clean"], said.stderr
 
 
 def test_readme_is_what_the_index_says():

@@ -187,7 +187,7 @@ def test_green_is_what_a_step_makes_more_probable():
     more, less = page(show(batch, loss=loss)).spans()
     assert "∂loss/∂log π -1" in more["title"] and "background-color:#5b7" in more["style"]
     assert "∂loss/∂log π 1" in less["title"] and "background-color:#e" in less["style"]
-    assert re.search("#5b7[^>]*>-1 made more probable", html)
+    assert re.search("#5b7[^>]*>-1 pushed up", html)
 
 
 def test_every_number_has_a_button_and_a_rule():
@@ -490,6 +490,7 @@ def test_a_legend_has_the_sign_of_its_numbers_and_a_reference_its_name():
 
 
 def test_before_and_after_are_matched_by_prompt_not_by_number():
-    def asked(*prompts): return Batch(prompt=[*prompts], completion=["x"]*len(prompts), group=torch.arange(len(prompts)))
+    def asked(*prompts):
+        return Batch(prompt=[*prompts], completion=["x"]*len(prompts), group=torch.arange(len(prompts)))
     found = repr(show(asked("aa", "bb"), asked("bb", "aa"), rows=1))
     assert found.count("aa") == 2 and "bb" not in found

@@ -32,7 +32,7 @@ class Scale:
     high:str=""       # what green means
 
 SCALES = dict(
-    gradient=Scale(good=-1, low="less probable", high="made more probable"), advantages=Scale(),
+    gradient=Scale(good=-1, low="pushed down", high="pushed up"), advantages=Scale(),
     ratio=Scale(centre=1., least=.01), mismatch=Scale(centre=1., least=.01), kl=Scale(signed=False, least=1e-3),
     entropy=Scale(signed=False, least=.1))
 

@@ -111,8 +111,8 @@ def show(
 )->Drawing: # draws itself in a notebook; .html(path) writes a file, .numbers has what is drawn
     """Draw rows as text: groups together, the best score first, each chosen token coloured by a number.
 
-    All numbers of a token stand under the mouse. Green is up and red is down; of ∂loss/∂log π green is what the next
-    step makes more probable. The gradient is that of one step on the whole batch, so for a loss the policy reads all
+    All numbers of a token stand under the mouse. Green is up and red is down; of ∂loss/∂log π green is what the loss
+    pushes up. The gradient is that of one step on the whole batch, so for a loss the policy reads all
     rows, else the drawn ones."""
     if isinstance(other, Batch):
         if any(x is not None for x in (ref, critic, loss)):
