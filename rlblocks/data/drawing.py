@@ -64,10 +64,10 @@ class Colouring:
         "Return the colour of a value, three hexadecimal digits; grey where it is no number."
         if x != x: return "#bbb"
         far = (x - self.scale.centre)/self.top
-        deep = min(abs(far), 1.)
+        deep = min(abs(far), 1.)**.5        # a seventh of the largest is still seen to be green or red
         green = (far > 0) == (self.scale.good > 0)
         red_green_blue = ((240, 140, 20) if not self.scale.signed else (30, 160, 80) if green else (225, 60, 50))
-        if deep < .04: return ""
+        if deep < .2: return ""
         return "#" + "".join(f"{round((255 + (c - 255)*deep*.75)/17):x}" for c in red_green_blue)
 
     def legend(self)->str: # HTML
