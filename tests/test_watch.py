@@ -228,7 +228,7 @@ def test_a_slider_sets_the_loops_variable_and_not_that_of_a_reward_with_the_same
         def reward(): return kl_coef
         return reward
     def run(reward, kl_coef=.5):
-        loss = lambda out, b: kl_coef           # noqa: E731    a lambda is as good
+        loss = lambda out, b: kl_coef           # a lambda is as good
         for step in range(2): yield dict(step=step, used=loss(0, 0), reward=reward())
     w = watch(run(rewards()), sliders=dict(kl_coef=(0, 1)))
     for _ in w: w.set(kl_coef=.25)
@@ -461,4 +461,4 @@ print("done", len(w.rows))'''
 def test_what_a_page_needs_is_named_before_the_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends", None)
-    with pytest.raises(ImportError, match=r"pip install -e '\.\[notebook\]' in the clone"): Curves({"": plain(loop())}).png()
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[notebook\]'"): Curves({"": plain(loop())}).png()

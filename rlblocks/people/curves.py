@@ -163,7 +163,7 @@ def curve_svg(
 
 def _series(rows, name):
     "(steps, values) of the rows that have the number; what no float32 holds is a gap."
-    xs = [int(row.get("step", i)) for i, row in enumerate(rows) if name in row]
+    xs = [step_of(row, i) for i, row in enumerate(rows) if name in row]
     return xs, [y if -1e30 < y < 1e30 else nan for row in rows if (y := row.get(name)) is not None]
 
 # %% ../../nbs/people/10_curves.ipynb #1493f6f2
@@ -238,7 +238,7 @@ def check_png():
     "ImportError where no PNG can be drawn, before a run has taken hours."
     try: import matplotlib.backends.backend_agg # noqa: F401    a second of imports, which the end of a run does not wait for
     except ImportError as e:
-        raise ImportError("Curves: matplotlib draws the PNG of a notebook: pip install -e '.[notebook]' in the clone") from e
+        raise ImportError("Curves: a PNG needs matplotlib: pip install -e '.[notebook]' in the clone") from e
 
 def _png(curves):
     "The panels of `curves` as a PNG on white, three in a row."

@@ -260,9 +260,10 @@ class watch:
 
     def summary(self)->str:
         "Say how the run ended, without times: two equal runs have equal summaries."
-        steps = f"{self.done} of {self.total} steps" if self.done < (self.total or 0) else f"{self.done} steps"
-        ended = f"last step {self._place - 1} of {self.total}" if self.numbers and self.done < (self.total or 0) else steps
-        said = dict(done=f"done, {ended}", stopped=f"stopped after {steps}, iterate again to go on")
+        fewer = self.done < (self.total or 0)
+        steps = f"{self.done} of {self.total} steps" if fewer else f"{self.done} steps"
+        last = f"last step {self._place - 1} of {self.total}" if fewer and self.numbers else steps  # few steps yield
+        said = dict(done=f"done, {last}", stopped=f"stopped after {steps}, iterate again to go on")
         newest = last_numbers(self.numbers, self.keys)
         return said.get(self.state, self.state) + (f": {newest}" if newest else "")
 
