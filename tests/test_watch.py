@@ -227,12 +227,16 @@ def test_a_slider_sets_the_loops_variable_and_not_that_of_a_reward_with_the_same
     def rewards(kl_coef=7.):
         def reward(): return kl_coef
         return reward
-    def run(reward, kl_coef=.5):
-        loss = lambda out, b: kl_coef           # a lambda is as good
+    def named(reward, kl_coef=.5):
+        def loss(out, b): return kl_coef
         for step in range(2): yield dict(step=step, used=loss(0, 0), reward=reward())
-    w = watch(run(rewards()), sliders=dict(kl_coef=(0, 1)))
-    for _ in w: w.set(kl_coef=.25)
-    assert [(m["used"], m["reward"]) for m in w.rows] == [(.5, 7.), (.25, 7.)]
+    def nameless(reward, kl_coef=.5):
+        loss = lambda out, b: kl_coef
+        for step in range(2): yield dict(step=step, used=loss(0, 0), reward=reward())
+    for run in (named, nameless):
+        w = watch(run(rewards()), sliders=dict(kl_coef=(0, 1)))
+        for _ in w: w.set(kl_coef=.25)
+        assert [(m["used"], m["reward"]) for m in w.rows] == [(.5, 7.), (.25, 7.)]
 
 
 def test_a_slider_keeps_a_number_an_int():
