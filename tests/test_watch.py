@@ -264,6 +264,12 @@ def test_widgets_are_of_the_numbers_kind_and_a_number_outside_the_range_stays():
     made.close()
 
 
+def test_without_ipywidgets_a_page_says_how_they_are_installed(monkeypatch):
+    from rlblocks.people import controls
+    monkeypatch.setattr(controls, "find_spec", lambda name: None)
+    assert controls.unclickable() == "for buttons and sliders: pip install -e '.[notebook]' in the clone"
+
+
 def test_a_slider_of_a_real_loop_changes_what_it_learns():
     def rows(kl_coef):
         w = watch(tiny_grpo(kl_coef=.01), sliders=dict(kl_coef=(0, 50)))
