@@ -204,7 +204,7 @@ def test_steps_are_counted_from_where_the_loop_counts_them():
     assert len(list(one)) == 9 and "step 10 of 10" in one.status() and "done, 10 steps" in one.summary()
     seldom = watch((dict(step=i, loss=1.) for i in range(0, 100, 10)), total=100)
     list(seldom)
-    assert "done, last step 90 of 100" in seldom.summary()
+    assert "done, last step 90 of 100" in seldom.summary() and "left" not in seldom.status()
     resumed = watch((dict(step=i, loss=1.) for i in range(7, 10)), total=10)
     next(iter(resumed))
     assert resumed.done == 8

@@ -255,7 +255,7 @@ class watch:
         if self._seconds:
             pace = statistics.median(self._seconds)
             said.append(f"{pace:.3g} s a step")
-            if self.total and self.done < self.total: said.append(f"{duration(pace*(self.total - self.done))} left")
+            if self.state != "done" and self.done < (self.total or 0): said.append(f"{duration(pace*(self.total - self.done))} left")
         return " · ".join(said)
 
     def summary(self)->str:
