@@ -255,7 +255,8 @@ class watch:
         if self._seconds:
             pace = statistics.median(self._seconds)
             said.append(f"{pace:.3g} s a step")
-            if self.state != "done" and self.done < (self.total or 0): said.append(f"{duration(pace*(self.total - self.done))} left")
+            rest = 0 if self.state == "done" else (self.total or 0) - self.done
+            if rest > 0: said.append(f"{duration(pace*rest)} left")
         return " · ".join(said)
 
     def summary(self)->str:
