@@ -10,12 +10,15 @@ import threading
 import time
 import weakref
 from math import nan
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, skip_without
 from rlblocks import Mean, Prompts, here, watch
 from rlblocks.loops import grpo, ppo
+from rlblocks.people import displays
+from rlblocks.people.alarms import alarms
 from rlblocks.people.command import Log
 from rlblocks.people.curves import Curves, curve_svg, phases_svg, row_numbers, thinned
 from rlblocks.people.displays import page_html
@@ -27,7 +30,7 @@ skip_without("IPython")
 
 def prompts(): return Prompts([dict(prompt=f"w{i} w{i + 1}") for i in range(2, 12)], tokenizer(), template="{prompt}")
 def reward(prompts, completions, **_): return [float(len(set(text.split()))) for text in completions]
-def tiny_grpo(steps=4, **more):
+def tiny_grpo(steps=4, reward=reward, **more):
     return grpo(here, prompts(), reward, model=model(), tokenizer=tokenizer(), lr=1e-2, steps=steps, prompts=4,
                 group_size=4, minibatches=2, max_tokens=4, **more)
 def plain(rows): return [row_numbers(row) for row in rows]
@@ -46,10 +49,11 @@ def interrupt(): os.kill(os.getpid(), signal.SIGINT)
 # -- the numbers, and an end between two steps
 
 def test_a_real_loop_gives_the_numbers_of_one_that_is_left_alone_also_when_it_is_interrupted():
-    seen, w = [], watch(tiny_grpo(), every=0)
-    for m in w:
-        seen.append(m)
-        if m["step"] == 1: interrupt()
+    def interrupted(prompts, completions, **_):
+        if len(seen) == 1: interrupt()
+        return reward(prompts, completions)
+    seen, w = [], watch(tiny_grpo(reward=interrupted), every=0)
+    for m in w: seen.append(m)
     assert len(seen) == 2 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert w.batch.tokens.shape[0] == 16 and "advantages" in w.batch and w.loss.__name__ == "loss"
     seen += w
@@ -75,6 +79,47 @@ def test_what_a_step_raises_is_raised_and_the_rows_so_far_stay():
     w = watch(loop(during=lambda step: 1/(3 - step)))
     with pytest.raises(ZeroDivisionError): list(w)
     assert len(w.rows) == 3 and "failed in step 3: ZeroDivisionError" in repr(w)
+
+
+def test_an_interrupt_between_two_steps_belongs_to_the_cell_and_the_loop_can_go_on():
+    w = watch(loop())
+    with pytest.raises(KeyboardInterrupt):
+        for m in w:
+            if m["step"] == 2: interrupt()
+    assert w.state == "stopped" and [m["step"] for m in w] == [3, 4, 5]
+    half = iter(watch(loop()))
+    next(half)                                  # and nothing is held while it lies about
+    with pytest.raises(KeyboardInterrupt): interrupt()
+    assert next(half)["step"] == 1
+
+
+def test_two_runs_at_once_leave_the_handler_as_it_was():
+    first, second = watch(loop(during=lambda step: step == 2 and interrupt())), watch(loop())
+    assert len(list(zip(first, second, strict=False))) == 3 and first.state == "stopped"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    async def both():
+        async def read(w): return [m async for m in w]
+        return await asyncio.gather(read(watch(loop())), read(watch(loop(steps=3))), read(watch(loop())))
+    assert [len(rows) for rows in asyncio.run(both())] == [6, 3, 6]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupt_in_a_pause_stops_softly():
+    async def some(w): return [m async for m in w]
+    for read in (list, lambda w: asyncio.run(some(w))):
+        def pause(step):
+            if step != 3: return
+            w.paused = True                     # noqa: B023
+            threading.Timer(.3, interrupt).start()
+        w = watch(loop(during=pause))
+        assert len(read(w)) == 4 and w.state == "stopped" and len(read(w)) == 2
+
+
+def test_what_is_no_dict_is_told_and_the_loop_can_go_on():
+    w = watch(iter([dict(loss=1.), 2., dict(loss=3.)]))
+    with pytest.raises(TypeError, match="watch: a float came from step 1 of the loop; a dict .* yield dict"): list(w)
+    assert w.state == "stopped" and len(list(w)) == 1 and len(w.rows) == 2
 
 
 def test_a_consumer_that_breaks_or_fails_may_go_on():
@@ -132,11 +177,37 @@ def test_a_run_that_has_ended_holds_no_model():
 
 def test_a_resumed_run_counts_on_and_a_step_that_comes_again_replaces_the_first():
     w = watch(iter([dict(step=i, reward=float(x)) for x, i in enumerate([7, 8, 9, 8, 9, 10])]), total=20)
+    for m in w:
+        if m["step"] == 9: break
     list(w)
     assert [(m["step"], m["reward"]) for m in w.rows] == [(7, 0.), (8, 3.), (9, 4.), (10, 5.)]
-    other = watch(iter([dict(step="warm-up"), {}, dict(loss=1.)]))
-    assert list(other) == other.rows and other.done == 3, "without a number of the step its place is taken"
-    assert w.done == 11 and w.share == 11/20 and "11 of 20 steps" in w.status() + w.summary()
+    other = watch(iter([dict(step="warm-up"), {}, dict(step=nan), dict(loss=1.)]))
+    assert list(other) == other.rows and other.done == 4, "without a number of the step its place is taken"
+    assert w.done == 11 and w.share == 11/20 and "step 11 of 20" in w.status()
+    assert watch.compare([dict(step=nan, loss=1.), dict(step=1, loss=2.)]).html()
+
+
+def test_dicts_of_one_step_are_merged_and_a_loop_that_counts_anew_is_counted_on():
+    dicts = [dict(step=0, loss=3.), dict(step=0, held_out=5.), dict(step=1, loss=2.), dict(step=0, loss=1.),
+             dict(step=0, held_out=4.), dict(step=1, loss=0.)]
+    w = watch(iter(dicts))
+    assert list(w) == dicts
+    assert w.numbers == [dict(step=0., loss=3., held_out=5.), dict(step=1., loss=2.),
+                         dict(step=2., loss=1., held_out=4.), dict(step=3., loss=0.)]
+    assert w.rows[0] == dict(step=0, loss=3., held_out=5.) and len(w.rows) == 4
+
+
+def test_steps_are_counted_from_where_the_loop_counts_them():
+    one = watch((dict(step=i, loss=1.) for i in range(1, 11)), total=10)
+    next(iter(one))
+    assert one.done == 1 and "step 1 of 10" in one.status()
+    assert len(list(one)) == 9 and "step 10 of 10" in one.status() and "done, 10 steps" in one.summary()
+    seldom = watch((dict(step=i, loss=1.) for i in range(0, 100, 10)), total=100)
+    list(seldom)
+    assert "done, last step 90 of 100" in seldom.summary() and "left" not in seldom.status()
+    resumed = watch((dict(step=i, loss=1.) for i in range(7, 10)), total=10)
+    next(iter(resumed))
+    assert resumed.done == 8
 
 
 # -- sliders
@@ -150,6 +221,53 @@ def test_a_slider_sets_what_an_inner_function_closes_over_for_the_next_step():
     assert w.marks == [(3, "kl_coef 0.5 → 0.25")]
     assert "step 3: kl_coef 0.5 → 0.25" in w.curves.html()
     assert {**w.rows[0]} == dict(next(loop())) | dict(kl_coef=.5), "but for the slider's entry the dicts are equal"
+
+
+def test_a_slider_sets_the_loops_variable_and_not_that_of_a_reward_with_the_same_name():
+    def rewards(kl_coef=7.):
+        def reward(): return kl_coef
+        return reward
+    def named(reward, kl_coef=.5):
+        def loss(out, b): return kl_coef
+        for step in range(2): yield dict(step=step, used=loss(0, 0), reward=reward())
+    def nameless(reward, kl_coef=.5):
+        loss = lambda out, b: kl_coef
+        for step in range(2): yield dict(step=step, used=loss(0, 0), reward=reward())
+    for run in (named, nameless):
+        w = watch(run(rewards()), sliders=dict(kl_coef=(0, 1)))
+        for _ in w: w.set(kl_coef=.25)
+        assert [(m["used"], m["reward"]) for m in w.rows] == [(.5, 7.), (.25, 7.)]
+
+
+def test_a_slider_keeps_a_number_an_int():
+    def run(n=2, coef=0):
+        def much(): return sum(range(n)), coef
+        for step in range(3): yield dict(step=step, much=much()[0], coef=much()[1])
+    w = watch(run(), sliders=dict(n=(1, 8), coef=(0, .5)))
+    for m in w:
+        if m["step"] == 0: w.set(n=3.)
+        if m["step"] == 1: w.set(n=4.2, coef=.1)
+    assert [(m["n"], m["much"], m["coef"]) for m in w.rows] == [(2, 1, 0), (3, 3, 0), (4, 6, .1)]
+    assert all(type(m["n"]) is int for m in w.rows)
+
+
+def test_widgets_are_of_the_numbers_kind_and_a_number_outside_the_range_stays():
+    skip_without("ipywidgets")
+    from rlblocks.people.controls import Controls
+    asked = []
+    run = SimpleNamespace(paused=False, stop=None, set=lambda **values: asked.append(values))
+    made = Controls(run, dict(n=(1, 8), coef=(0, .5)), dict(n=2, coef=0))
+    made.sliders["n"].value = 3
+    assert asked == [dict(n=3)] and type(asked[0]["n"]) is int and type(made.sliders["coef"].value) is float
+    made.follow(dict(n=2.5, coef=9.))
+    assert len(asked) == 1 and made.sliders["coef"].value == 0
+    made.close()
+
+
+def test_without_ipywidgets_a_page_says_how_they_are_installed(monkeypatch):
+    from rlblocks.people import controls
+    monkeypatch.setattr(controls, "find_spec", lambda name: None)
+    assert controls.unclickable() == "for buttons and sliders: pip install -e '.[notebook]' in the clone"
 
 
 def test_a_slider_of_a_real_loop_changes_what_it_learns():
@@ -199,6 +317,32 @@ def test_a_loop_inside_another_is_reached():
     w = watch(run, sliders=dict(kl_coef=(0, 1)))
     w.set(kl_coef=.1)
     assert next(iter(w))["used"] == .1 and w.total == 6
+
+
+# -- alarms
+
+def test_alarms_are_silent_where_a_run_is_well():
+    def rows(n=40, **more): return [dict(step=i, grad_norm=.3) | {k: f(i) for k, f in more.items()} for i in range(n)]
+    assert alarms(rows(kl=lambda i: .2*i)) == [], "KTO's kl is nats an answer"
+    assert len(alarms(rows(kl=lambda i: .2*i, reward=lambda i: i))) == 1
+    assert alarms(rows(kl=lambda i: 900. if i == 38 else .1, reward=lambda i: i)) == []
+    assert alarms(rows(reward=lambda i: 1., length=lambda i: 2.)) == [], "a task that is solved"
+    assert "reward was 1 in each" in alarms(rows(reward=lambda i: 1., grad_norm=lambda i: 0.))[0]
+    assert alarms(rows(3, skipped=lambda i: .5*(i == 1)))[0].startswith(
+        "nothing was learned in some minibatches of 1 of the last 3 steps")
+
+
+def test_a_terminal_prints_an_alarm_once_and_no_oftener_than_asked(monkeypatch):
+    import io
+    monkeypatch.setattr(sys, "stderr", said := io.StringIO())
+    looks, judged = [], displays.named_alarms
+    monkeypatch.setattr(displays, "named_alarms", lambda rows: (looks.append(len(rows)), judged(rows))[1])
+    monkeypatch.setattr(sys.modules["rlblocks.people.watch"], "display_for", displays.TerminalDisplay)
+    for every in (0, 100):
+        looks.clear()
+        list(watch((dict(step=i, clip_frac=.5 + .001*i) for i in range(50)), every=every))
+        assert len(looks) == (51 if every == 0 else 2)
+    assert said.getvalue().count("tokens are clipped") == 2
 
 
 # -- what is drawn
@@ -265,9 +409,11 @@ def test_runs_are_compared_from_folders_lists_and_what_was_watched(tmp_path):
 SCRIPT = '''
 import time
 from rlblocks import watch
-def loop(steps=8, kl_coef=.5):
+def loop(steps=8, kl_coef=.5, during=lambda step: None):
     def loss(out, b): return kl_coef
-    for step in range(steps): yield dict(step=step, reward=.1*step, kl=.2*loss(0, 0))
+    for step in range(steps):
+        during(step)
+        yield dict(step=step, reward=.1*step, kl=.2*loss(0, 0))
 '''
 
 
@@ -305,10 +451,9 @@ def test_a_notebook_that_is_executed_twice_has_equal_outputs(tmp_path):
 def test_in_a_terminal_there_is_a_line_and_a_bar_and_ctrl_c_waits(tmp_path):
     code = SCRIPT + '''
 import os, signal
-w = watch(loop(), sliders=dict(kl_coef=(0, 1)))
+w = watch(loop(during=lambda step: step == 4 and os.kill(os.getpid(), signal.SIGINT)), sliders=dict(kl_coef=(0, 1)))
 for m in w:
     if m["step"] == 2: w.set(kl_coef=.25)
-    if m["step"] == 4: os.kill(os.getpid(), signal.SIGINT)
 print("went on", len(w.rows), [m["kl_coef"] for m in w.rows])
 for m in w: pass
 print("done", len(w.rows))'''
@@ -326,4 +471,4 @@ print("done", len(w.rows))'''
 def test_what_a_page_needs_is_named_before_the_run(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
     monkeypatch.setitem(sys.modules, "matplotlib.backends", None)
-    with pytest.raises(ImportError, match=r"rlblocks\[notebook\]"): Curves({"": plain(loop())}).png()
+    with pytest.raises(ImportError, match=r"pip install -e '\.\[notebook\]'"): Curves({"": plain(loop())}).png()

@@ -15,7 +15,7 @@ from typing import Any
 # %% ../../nbs/people/14_controls.ipynb #5c3b6d32
 def unclickable()->str: # what to do, "" where clicks arrive
     "Say why buttons would not work while a cell runs."
-    if find_spec("ipywidgets") is None: return "for buttons and sliders: pip install 'rlblocks[notebook]'"
+    if find_spec("ipywidgets") is None: return "for buttons and sliders: pip install -e '.[notebook]' in the clone"
     if _is_old() and find_spec("jupyter_ui_poll") is None:
         return "for buttons and sliders under ipykernel 6: pip install jupyter_ui_poll"
     return ""
@@ -29,9 +29,9 @@ class Controls:
     "Buttons and sliders of a run; what they ask for is done between two steps."
 
     def __init__(self,
-        run:Any,                                   # has `paused`, `stop()` and `set(name=value)`
-        sliders:Mapping[str, tuple[float, float]], # name → its range
-        values:Mapping[str, float|None],           # name → where it is
+        run:Any,                                           # has `paused`, `stop()` and `set(name=value)`
+        sliders:Mapping[str, tuple[float|int, float|int]], # name → its range
+        values:Mapping[str, float|int|None],               # name → where it is
     ):
         "Make the widgets. Nothing is shown."
         import ipywidgets as w
@@ -52,11 +52,13 @@ class Controls:
         self.poll(10)
 
     def follow(self,
-        values:Mapping[str, float|None], # name → its number now
+        values:Mapping[str, float|int|None], # name → its number now
     ):
         "Move sliders to where the numbers are, which code may have set too."
         for name, value in values.items():
-            if value is not None and self.sliders[name].value != value: self.sliders[name].value = value
+            slider = self.sliders[name]         # one that cannot stand there would stand elsewhere, and set that
+            if value is not None and slider.min <= value <= slider.max and type(slider.min)(value) == value:
+                slider.value = value
 
     def close(self):
         "Remove the widgets, their layouts and styles from the kernel and from the page."
@@ -67,9 +69,10 @@ class Controls:
 
 def _slider(run, name, low, high, value):
     import ipywidgets as w
-    made = w.FloatSlider(value=low if value is None else value, min=low, max=high, step=(high - low)/100,
-                         description=name, readout_format=".3g", continuous_update=False,
-                         layout=w.Layout(width="280px"))
+    common = dict(value=low if value is None else value, min=low, max=high, description=name, continuous_update=False,
+                  layout=w.Layout(width="280px"))
+    whole = all(isinstance(x, int) for x in (value, low, high))
+    made = w.IntSlider(**common) if whole else w.FloatSlider(**common, step=(high - low)/100, readout_format=".3g")
     made.observe(lambda change: run.set(**{name: change["new"]}), "value")
     return made
 

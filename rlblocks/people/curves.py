@@ -31,7 +31,8 @@ def step_of(
     default:int=0, # the step of a dict without one
 )->int: # its number
     "Return the number of a step: what its dict says, else its place."
-    return int(row.get("step", default))
+    step = row.get("step", default)
+    return int(step) if isfinite(step) else default
 
 # %% ../../nbs/people/10_curves.ipynb #ca30a3f4
 DRAWN = ("reward", "held_out", "accuracy", "loss", "kl", "length", "clip_frac", "grad_norm", "entropy")
@@ -162,7 +163,7 @@ def curve_svg(
 
 def _series(rows, name):
     "(steps, values) of the rows that have the number; what no float32 holds is a gap."
-    xs = [int(row.get("step", i)) for i, row in enumerate(rows) if name in row]
+    xs = [step_of(row, i) for i, row in enumerate(rows) if name in row]
     return xs, [y if -1e30 < y < 1e30 else nan for row in rows if (y := row.get(name)) is not None]
 
 # %% ../../nbs/people/10_curves.ipynb #1493f6f2
@@ -237,7 +238,7 @@ def check_png():
     "ImportError where no PNG can be drawn, before a run has taken hours."
     try: import matplotlib.backends.backend_agg # noqa: F401    a second of imports, which the end of a run does not wait for
     except ImportError as e:
-        raise ImportError("Curves: matplotlib draws what a notebook keeps: pip install 'rlblocks[notebook]'") from e
+        raise ImportError("Curves: a PNG needs matplotlib: pip install -e '.[notebook]' in the clone") from e
 
 def _png(curves):
     "The panels of `curves` as a PNG on white, three in a row."

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from html import escape
 from typing import Any
 
+from .alarms import named_alarms
 from .controls import Controls, unclickable
 from .curves import check_png, drawn_keys, last_numbers, phase_keys
 
@@ -157,7 +158,7 @@ class TerminalDisplay(NoDisplay):
     ):
         "Begin the line."
         from tqdm import tqdm
-        self.said:list[str] = []
+        self.drawn, self.said = 0., {*run.marks}        # what was printed: alarms by name, changes
         self.write = lambda text: tqdm.write(text, file=sys.stderr)
         self.bar = tqdm(total=run.total, initial=run.done, unit="step", dynamic_ncols=True,
                         mininterval=.1 if sys.stderr.isatty() else 30)
@@ -166,14 +167,16 @@ class TerminalDisplay(NoDisplay):
         run:Any,         # what is watched
         now:bool=False,  # also if it was drawn just before
     ):
-        "Move the bar, print what is new."
+        "Move the bar, print what is new: an alarm once, though its numbers change in each step."
+        if not now and time.monotonic() - self.drawn < run.every: return
         self.bar.total = run.total
         self.bar.set_postfix_str(last_numbers(run.numbers, run.keys), refresh=False)
         self.bar.update(run.done - self.bar.n)
-        news = [f"⚠ {x}" for x in run.alarms()] + [f"step {step}: {said}" for step, said in run.marks]
-        for text in news:
-            if text not in self.said: self.write(text)
-            self.said.append(text)
+        news = {name: f"⚠ {said}" for name, said in named_alarms(run.numbers).items()}
+        for key, text in (news | {mark: f"step {mark[0]}: {mark[1]}" for mark in run.marks}).items():
+            if key not in self.said: self.write(text)
+            self.said.add(key)
+        self.drawn = time.monotonic()
 
     def held(self):
         "Show that an interrupt came and waits for the step to end."
@@ -183,5 +186,6 @@ class TerminalDisplay(NoDisplay):
         run:Any, # what is watched
     ):
         "End the line, and say how the run ended if it is not done."
+        self.draw(run, now=True)
         self.bar.close()
         if run.state != "done": self.write(run.summary())

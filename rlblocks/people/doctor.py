@@ -99,7 +99,8 @@ def plan_command(
     "`rlblocks plan --model M --engine fsdp2 --devices 8 --memory 80GB`: bytes of a model that is trained, by kind."
     how = dict(prog="rlblocks plan", description=plan_command.__doc__)
     try: parser = importlib.import_module("jsonargparse").ArgumentParser(**how)
-    except ImportError as e: raise NoLoop("rlblocks plan needs jsonargparse: pip install 'rlblocks[cli]'") from e
+    except ImportError as e:
+        raise NoLoop("rlblocks plan needs jsonargparse: pip install -e '.[cli]' in the clone") from e
     parser.add_function_arguments(plan, as_group=False, fail_untyped=False, as_positional=False,
                                   skip={"media", "optimizer", "title"})
     given = parser.parse_args(list(words)).as_dict()

@@ -8,7 +8,7 @@ __all__ = ['innermost', 'loop_locals', 'planned_steps', 'loop_batch', 'loop_loss
 
 # %% ../../nbs/people/13_loop_frame.ipynb #3bd6ea7c
 from collections.abc import Callable, Iterator, Mapping
-from inspect import isgenerator, unwrap
+from inspect import GEN_CREATED, getgeneratorstate, isgenerator, unwrap
 from types import CellType, CodeType, FunctionType, GeneratorType
 
 from ..data.batch import Batch
@@ -68,7 +68,9 @@ def settable(
     code, own = loop.gi_code, loop_locals(loop)
     state = own.get("state")
     if state is None: state = {k: own.get(k) for k in _said(code)} if "state" in _variables(code) else {}
-    free = {name: own.get(name) for f in _inner(code) for name in f.co_freevars if name in code.co_cellvars}
+    begun = getgeneratorstate(loop) != GEN_CREATED
+    free = {name: None if begun and _cell(loop, name) is None else own.get(name)
+            for f in _inner(code) for name in f.co_freevars if name in code.co_cellvars}
     return {k: x for k, x in sorted((free | dict(state)).items()) if x is None or _is_number(x)}
 
 def read_number(
@@ -83,10 +85,11 @@ def read_number(
 def write_number(
     loop:Iterator[Mapping], # a loop that stands still
     name:str,               # of a number that may be set
-    value:float,            # for the steps to come
+    value:float|int,        # for the steps to come
 ):
-    "Set a number that the loop reads in each step. ValueError where it reads none of this name."
+    "Set a number that the loop reads in each step; an int stays one. ValueError where it reads none of this name."
     own, cell = loop_locals(loop), _cell(loop, name)
+    if isinstance(read_number(loop, name), int) and value == round(value): value = round(value)
     if name in _state(own): own["state"][name] = value
     elif cell is not None: cell.cell_contents = value
     else: raise ValueError(f"watch: the loop reads no number {name!r} between steps; {can_be_set(loop)}")
@@ -103,8 +106,13 @@ def can_be_set(
 def _variables(code:CodeType): return {*code.co_varnames, *code.co_cellvars}
 
 def _inner(code:CodeType):
-    "Code of the functions that are variables of a loop: through them their cells are reached."
-    return [x for x in code.co_consts if isinstance(x, CodeType) and x.co_name in _variables(code)]
+    "Code of the functions that may be variables of a loop: through them their cells are reached."
+    return [x for x in code.co_consts if isinstance(x, CodeType) and x.co_name in {*_variables(code), "<lambda>"}]
+
+def _written_in(code:CodeType):
+    "Code of the functions that are written in a loop, however deep."
+    for x in code.co_consts:
+        if isinstance(x, CodeType): yield from (x, *_written_in(x))
 
 def _said(code:CodeType):
     "Texts in the code of a loop and of its inner functions: keys, among others."
@@ -117,8 +125,11 @@ def _is_number(x): return isinstance(x, (int, float)) and not isinstance(x, bool
 def _state(own): return own["state"] if isinstance(own.get("state"), dict) else {}
 
 def _cell(loop, name)->CellType|None:
-    "The cell from which the loop's inner functions read a number."
+    "The cell from which the loop's inner functions read a number. A reward that it was given has cells of its own."
+    inner = innermost(loop)
+    own = {*_written_in(inner.gi_code)} if isinstance(inner, GeneratorType) else ()
     for f in (unwrap(x) for x in loop_locals(loop).values() if isinstance(x, FunctionType)):
+        if f.__code__ not in own: continue
         cell = dict(zip(f.__code__.co_freevars, f.__closure__ or (), strict=False)).get(name)
         if cell is not None: return cell if _is_number(_contents(cell)) else None
     return None

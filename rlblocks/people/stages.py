@@ -32,7 +32,8 @@ def _parser():
     try: parser = importlib.import_module("jsonargparse").ArgumentParser(
         prog="rlblocks rlhf", exit_on_error=False,
         description="Supervised fine-tuning, a reward model, PPO: each a block with the keywords of its loop.")
-    except ImportError as e: raise NoLoop("rlblocks rlhf needs jsonargparse: pip install 'rlblocks[cli]'") from e
+    except ImportError as e:
+        raise NoLoop("rlblocks rlhf needs jsonargparse: pip install -e '.[cli]' in the clone") from e
     parser.add_argument("--config", action="config", help="YAML files; later ones win")
     text:Any = str | None
     parser.add_argument("--model", type=text, default=None, help="name or folder that the first stage begins with")

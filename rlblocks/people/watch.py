@@ -30,14 +30,24 @@ def held_interrupts(
     hold:Callable[[], bool], # called by an interrupt; False: it is not held
 )->Iterator[None]:
     "Call a function for an interrupt, in place of a KeyboardInterrupt. Only the main thread is interrupted."
-    def interrupted(number, frame):
-        if not hold(): raise KeyboardInterrupt
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, interrupted)
-    try: yield
-    finally: signal.signal(signal.SIGINT, before)
+    _holding.append(hold)
+    try:
+        if len(_holding) == 1:
+            _before[:] = [signal.getsignal(signal.SIGINT)]
+            signal.signal(signal.SIGINT, _interrupted)
+        yield
+    finally:
+        if len(_holding) == 1: signal.signal(signal.SIGINT, _before[0])
+        _holding.remove(hold)                   # in any order: two runs may wait in one event loop
+
+_holding:list[Callable[[], bool]] = []          # what holds an interrupt now, the newest last
+_before:list = [signal.default_int_handler]     # the handler that comes back
+
+def _interrupted(number, frame):
+    if not _holding[-1](): raise KeyboardInterrupt
 
 # %% ../../nbs/people/09_watch.ipynb #e5c16637
 class watch:
@@ -61,6 +71,7 @@ class watch:
         self.loss:Callable|None = None                          # the loop's loss(out, b)
         self.total, self.state = total, "not begun"             # then running, paused, stopped, done, failed …
         self.paused, self._stopping, self._wanted = False, False, deque()
+        self._begins, self._counted = True, 0   # the next dict is an iteration's first; added to the loop's own steps
         self._seconds = deque(maxlen=20)
         self._look()
         known = settable(self.loop)
@@ -88,23 +99,18 @@ class watch:
     def __iter__(self)->Iterator[dict]:
         "Yield the loop's dicts, until it ends or is stopped."
         with self._shown() as display:
-            while not self._stopping:
-                display.listen()
-                if self._waits(display): time.sleep(.05)
-                elif (row := self._step()) is None: break
-                else:
-                    display.draw(self)
-                    yield row
+            while (row := self._next(display)) is not None: yield row
 
     async def __aiter__(self)->AsyncIterator[dict]:
         "Yield the loop's dicts; clicks come in at each await, whatever the kernel."
         with self._shown() as display:
             while not self._stopping:
-                display.listen()
-                await asyncio.sleep(.05 if self._waits(display) else .001)
-                if self.paused or self._stopping: continue
-                if (row := self._step()) is None: break
-                display.draw(self)
+                with held_interrupts(lambda: self._hold(display)):
+                    display.listen()
+                    await asyncio.sleep(.05 if self._waits(display) else .001)
+                    if self.paused or self._stopping: continue
+                    if (row := self._step()) is None: break
+                    display.draw(self)
                 yield row
 
     @contextmanager
@@ -113,16 +119,25 @@ class watch:
         if self.state.startswith("failed"):
             raise RuntimeError(f"watch: the loop has {self.state} and cannot go on; make it anew (with "
                                "checkpoint=Checkpoint(folder) it resumes at its last save)")
-        self._stopping, ended = False, self.state == "done"
+        self._stopping, self._begins, ended = False, True, self.state == "done"
         display = display_for()
         self.state = "done" if ended else "running"
         display.begin(self)
-        try:
-            with held_interrupts(lambda: self._hold(display)): yield display
+        try: yield display
         finally:
             if self.state in ("running", "paused"): self.state = "stopped"
             self.paused = False
             display.end(self)
+
+    def _next(self, display):
+        "Wait while the run is paused, then run a step. None where the loop has ended or is stopped."
+        with held_interrupts(lambda: self._hold(display)):
+            while not self._stopping:
+                display.listen()
+                if self._waits(display): time.sleep(.05)
+                else:
+                    if (row := self._step()) is not None: display.draw(self)
+                    return row
 
     def _hold(self, display):
         held, self._stopping = not self._stopping, True
@@ -140,13 +155,17 @@ class watch:
     def _step(self):
         "Run a step. None where the loop has ended."
         changes, before, start = self._apply(), self.slider_values(), time.perf_counter()
-        try: row = dict(next(self.loop))
+        try: row = next(self.loop)
         except StopIteration:
             self.state = "done"
             return None
         except BaseException as e:
-            self.state = f"failed in step {self.done}: {type(e).__name__}{f': {e}' if str(e) else ''}"
+            self.state = f"failed in step {self._place}: {type(e).__name__}{f': {e}' if str(e) else ''}"
             raise
+        if not isinstance(row, Mapping):
+            raise TypeError(f"watch: a {type(row).__name__} came from step {self._place} of the loop; a dict of its "
+                            "numbers is wanted: yield dict(step=step, loss=loss)")
+        row = dict(row)
         self._seconds.append(time.perf_counter() - start)
         self._look()
         now = self.slider_values()
@@ -158,15 +177,26 @@ class watch:
         return row
 
     def _keep(self, row, changes):
-        "Add a step. One that comes again, of a run that has resumed, replaces what was after it."
+        "Add a dict. A step's second one is merged with its first; of a run that has resumed it replaces later ones."
         numbers = row_numbers(row)
-        step = step_of(numbers, len(self.rows))
+        step = step_of(numbers, self._place - self._counted) + self._counted
+        if step < self._place - 1:
+            if self._begins: self._cut(step)
+            else:                               # the loop counts anew, in a second epoch say
+                self._counted += self._place - step
+                step = self._place
+        if self.numbers and step == self._place - 1: row, numbers = self.rows.pop() | row, self.numbers.pop() | numbers
+        self.rows.append(row)
+        self.numbers.append(numbers | dict(step=float(step)))
+        self.marks += [(step, said) for said in changes]
+        self._begins = False
+
+    def _cut(self, step):
+        "Forget a step and those after it."
         while self.numbers and self.numbers[-1]["step"] >= step:
             self.rows.pop()
             self.numbers.pop()
-        self.rows.append(row)
-        self.numbers.append(numbers | dict(step=float(step)))
-        self.marks = [mark for mark in self.marks if mark[0] < step] + [(step, said) for said in changes]
+        self.marks = [mark for mark in self.marks if mark[0] < step]
 
     def _apply(self):
         "Set what sliders ask for, once the loop has begun. Returns the changes in words."
@@ -176,6 +206,7 @@ class watch:
         while self._wanted: wanted |= [self._wanted.popleft()]
         for name, value in wanted.items():
             old = read_number(self.loop, name)
+            if isinstance(old, int) and _is_whole(self.sliders[name]): value = round(value)
             if old == value: continue
             write_number(self.loop, name, value)
             changes.append(f"{name} {old:.4g} → {value:.4g}")
@@ -195,7 +226,13 @@ class watch:
 
     @property
     def done(self)->int: # those before a resumed run included
-        "Steps that were done."
+        "Steps that were done, whether the loop counts them from 0 or from 1."
+        from_one = self.numbers and (self.numbers[0]["step"] == 1 or self._place - 1 == self.total)
+        return self._place - bool(from_one)
+
+    @property
+    def _place(self):
+        "The number of the step to come."
         return step_of(self.numbers[-1]) + 1 if self.numbers else 0
 
     @property
@@ -214,17 +251,20 @@ class watch:
 
     def status(self)->str:
         "Say where the run stands: its state, step, pace and the time left."
-        said = [self.state, f"step {self.done}" + (f" of {self.total}" if self.total else "")]
+        said = [self.state, f"step {self.done}" + (f" of {self.total}" if self.done <= (self.total or 0) else "")]
         if self._seconds:
             pace = statistics.median(self._seconds)
             said.append(f"{pace:.3g} s a step")
-            if self.total and self.done < self.total: said.append(f"{duration(pace*(self.total - self.done))} left")
+            rest = 0 if self.state == "done" else (self.total or 0) - self.done
+            if rest > 0: said.append(f"{duration(pace*rest)} left")
         return " · ".join(said)
 
     def summary(self)->str:
         "Say how the run ended, without times: two equal runs have equal summaries."
-        steps = f"{self.done} of {self.total} steps" if self.total and self.done != self.total else f"{self.done} steps"
-        said = dict(done=f"done, {steps}", stopped=f"stopped after {steps}, iterate again to go on")
+        fewer = self.done < (self.total or 0)
+        steps = f"{self.done} of {self.total} steps" if fewer else f"{self.done} steps"
+        last = f"last step {self._place - 1} of {self.total}" if fewer and self.numbers else steps  # few steps yield
+        said = dict(done=f"done, {last}", stopped=f"stopped after {steps}, iterate again to go on")
         newest = last_numbers(self.numbers, self.keys)
         return said.get(self.state, self.state) + (f": {newest}" if newest else "")
 
@@ -249,7 +289,9 @@ def _ranges(sliders):
         if len(ends) != 2 or not ends[0] < ends[1]:
             raise ValueError(f"watch: the slider {name} has the range {ends}; (low, high) is wanted, as in "
                              f"dict({name}=(0, .2))")
-    return {name: (float(low), float(high)) for name, (low, high) in sliders.items()}
+    return {name: (low, high) for name, (low, high) in sliders.items()}
+
+def _is_whole(ends): return all(isinstance(end, int) for end in ends)
 
 def _rows_of(run):
     "The dicts of a run. ValueError for a folder without a log."
