@@ -121,9 +121,16 @@ class Notebook:
     def shot(self, name): self.page.screenshot(path=self.shots/f"{self.file.stem}_{name}.png")
 
     def run(self, i):
-        self.cell(i).locator(".jp-InputArea-prompt").click()
-        self.page.keyboard.press("Control+Enter")
-        self.page.wait_for_timeout(200)
+        "Run a cell. Keys that come before the page is ready are lost, so they are pressed until it begins."
+        prompt, end = self.cell(i).locator(".jp-InputArea-prompt"), time.monotonic() + 120
+        before = prompt.inner_text()
+        while prompt.inner_text() == before:
+            assert time.monotonic() < end, f"cell {i} does not begin"
+            prompt.click()
+            self.page.keyboard.press("Control+Enter")
+            for _ in range(30):
+                if prompt.inner_text() != before: break
+                self.page.wait_for_timeout(100)
 
     def wait(self, i):
         "Until the cell has ended."

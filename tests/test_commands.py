@@ -229,7 +229,7 @@ def counting(pool, *, steps=40, checkpoint=Checkpoint()):
     state = dict(total=0)
     for step in checkpoint(steps, state=state):
         state["total"] += step
-        time.sleep(.05)
+        time.sleep(.15)         # signals come in time on a busy machine too
         yield dict(step=step, total=state["total"])
 """
 
