@@ -163,15 +163,16 @@ def test_jupyter_saves_notebooks_as_they_are_kept():
 
 def test_help_of_a_notebook_shows_definitions_once_rlblocks_is_imported():
     code = "import rlblocks; print(get_ipython().inspector.mime_hooks['text/plain'].__name__)"
-    said = subprocess.run([sys.executable, "-m", "IPython", "--no-banner", "-c", code], cwd=ROOT, capture_output=True, text=True)
+    words = [sys.executable, "-m", "IPython", "--no-banner", "-c", code]
+    said = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert said.stdout.split()[-1:] == ["help_text"], said.stdout + said.stderr
 
 
 @pytest.mark.skipif(not (ROOT/".venv/browser/bin/python").exists(), reason="make browser: there is no Jupyter")
 def test_jupyter_takes_that_configuration_as_make_lab_gives_it():
     flags = re.search(r"jupyter lab (--config=\S+)", (ROOT/"Makefile").read_text(encoding="utf-8"))[1]
-    code = ("from jupyter_server.serverapp import ServerApp; app = ServerApp(); "
-            f"app.initialize([{flags!r}, '--no-browser', '--allow-root'], find_extensions=False, new_httpserver=False); "
+    code = (f"from jupyter_server.serverapp import ServerApp; app = ServerApp(); words = [{flags!r}, '--allow-root']; "
+            "app.initialize(words, find_extensions=False, new_httpserver=False); "
             "print(app.contents_manager.pre_save_hook.__name__)")
     said = subprocess.run([ROOT/".venv/browser/bin/python", "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert said.stdout.split()[-1:] == ["clean"], said.stderr
