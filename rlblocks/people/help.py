@@ -23,7 +23,9 @@ def definition(
     end = cast(int, first.end_lineno) if ast.get_docstring(node) else max(first.lineno - 1, 1)
     text = "\n".join(lines[:end])
     if not (inspect.isclass(f) and "__init__" in vars(f)): return text
-    if is_dataclass(f): return "\n".join(lines[:max(x.end_lineno for x in node.body if isinstance(x, ast.AnnAssign))])
+    if is_dataclass(f):
+        fields = [cast(int, x.end_lineno) for x in node.body if isinstance(x, ast.AnnAssign)]
+        return "\n".join(lines[:max(fields, default=end)])
     return f"{text}\n\n{textwrap.indent(definition(f.__init__), '    ')}"
 
 # %% ../../nbs/people/16_help.ipynb #cad7a946
