@@ -22,7 +22,7 @@ PAPER = re.compile(rf"({NAME}(?: et al\.|(?:, {NAME})* and {NAME})? (?:19|20)\d\
 LINK = re.compile(r"\[([^\]]+)\]\((https?://[^)\s]+)\)")
 
 
-PURE = ("arithmetic", "signals", "losses", "testing")     # packages of functions on tensors
+PURE = ("arithmetic", "signals", "losses", "statistics", "testing")     # packages of functions on tensors
 MAP = """# Map
 
 > All notebooks, by package, in reading order
