@@ -178,7 +178,7 @@ def test_what_ranks_hold_is_saved_and_restored_there(two, others, request, tmp_p
     for pool, folder, tol in ((two, "run", 0.), *((pool, name, 1e-10) for name, pool in pools.items())):
         got = spmd_loops.engines(pool, ["fsdp2"], Checkpoint(folder, every=2), steps=3)["fsdp2"]["shown"]
         same(got, want, folder, tol)
-        phases = {row["phase"] for row in pool.report()}
+        phases = {row["call"] for row in pool.report()}
         assert {"Keeper.check", "Keeper.read", "Keeper.write"} <= phases
         assert "Policy.load_state_dict" not in phases
 
@@ -588,7 +588,7 @@ def test_an_error_that_nobody_asked_for_is_raised_by_the_next_call(two):
 def test_warnings_and_what_calls_took_are_seen_here(two):
     keeps = two.place(Keeps)
     with pytest.warns(RuntimeWarning, match=r"learning rate is odd \[Keeps.warns on rank 0"): keeps.warns()
-    found = [row for row in two.report() if row["phase"] == "Keeps.warns"]
+    found = [row for row in two.report() if row["call"] == "Keeps.warns"]
     assert keeps.title().startswith("ray::Keeps.title"), "as ps and the dashboard show it"
     assert [row["rank"] for row in found] == [0, 1] and all(row["calls"] == 1 and row["mib"] > 50 for row in found)
 

@@ -14,6 +14,8 @@ from concurrent.futures import Future, wait
 
 import torch
 
+from ..engines.phases import phase
+
 # %% ../../nbs/graders/01_functions.ipynb #758901e2
 LARGEST = torch.finfo(torch.float32).max   # of a verdict
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -80,6 +82,11 @@ def weighed(names:Collection[str], weights:list|dict|None)->dict[str, float]:
     return dict(zip(names, map(float, weights), strict=True))
 
 # %% ../../nbs/graders/01_functions.ipynb #5d68303f
+class BackgroundCall(Future):
+    "The answer of a call in a thread; a loop that asks for it too early waits."
+    @phase("wait")
+    def result(self, timeout=None): return super().result(timeout)
+
 class Background:
     "Calls in a thread, one after the other."
 
@@ -96,7 +103,7 @@ class Background:
         *args,
     )->Future:
         "Begin when the calls before it have ended. `result()` waits for what it gives, or raises; `cancel()` before."
-        before, self.last = self.last, Future()
+        before, self.last = self.last, BackgroundCall()
         threading.Thread(target=self.run, args=(before, self.last, fn, args), daemon=True).start()
         return self.last
 
