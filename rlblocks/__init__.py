@@ -137,6 +137,7 @@ finally:
 
 if TYPE_CHECKING:
     from rlblocks.engines.engine import fsdp2, plain, zero
+    from rlblocks.engines.phases import phase
     from rlblocks.engines.weights import delta_apply, delta_encode
     from rlblocks.engines.optimizers import adamw, adamw_8bit, constant, cosine, linear, muon, OptimizerSpec, wsd
     from rlblocks.engines.weight_folder import publish_weights, published_weights
@@ -179,6 +180,7 @@ if TYPE_CHECKING:
     from rlblocks.placement.raypool import RayPool
     from rlblocks.placement.restarts import restarted
     from rlblocks.placement.spmd import SpmdPool
+    from rlblocks.tracking.timing import timed, without_times
     from rlblocks.people.explore import explore
     from rlblocks.people.run import loop_from
     from rlblocks.people.show import show
@@ -187,6 +189,7 @@ if TYPE_CHECKING:
 # module of floors 3-5 → what it offers: imported when first asked for
 _OFFERS = {
     "engines.engine": "fsdp2 plain zero",
+    "engines.phases": "phase",
     "engines.weights": "delta_apply delta_encode",
     "engines.optimizers": "adamw adamw_8bit constant cosine linear muon OptimizerSpec wsd",
     "engines.weight_folder": "publish_weights published_weights",
@@ -226,6 +229,7 @@ _OFFERS = {
     "placement.raypool": "RayPool",
     "placement.restarts": "restarted",
     "placement.spmd": "SpmdPool",
+    "tracking.timing": "timed without_times",
     "people.explore": "explore",
     "people.run": "loop_from",
     "people.show": "show",
@@ -274,7 +278,7 @@ __all__ = [
     "nash_md_loss", "nca_loss", "off_policy_sequence_mask", "openenv_environment", "openenv_tools",
     "opo_advantages", "optimal_token_baseline", "orpo_loss", "over_pairs", "over_rows", "overlong_penalty",
     "overlong_reward", "pack", "pad", "pair_log_ratios", "pair_metrics", "pairs", "pairwise_reward",
-    "pass_at_k_advantages", "penalties", "plackett_luce_loss", "plain", "plan", "plan_micro_batches",
+    "pass_at_k_advantages", "penalties", "phase", "plackett_luce_loss", "plain", "plan", "plan_micro_batches",
     "plan_rollout", "policy_gradient", "ppo_loss", "preference_margin", "pretrained", "probability_correlation",
     "process_reward_loss", "promoted", "proximal_logprobs", "publish_weights", "published_weights", "qrpo_loss",
     "quantile_rewards", "rao_kupper_loss", "rating_loss", "ratio_corrected", "ratio_metrics", "read_response",
@@ -288,11 +292,11 @@ __all__ = [
     "sft_loss", "sglang", "shared_prefix", "show", "sign_weights", "simpo_loss", "soft_values", "softened_logprobs",
     "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards", "step_seconds",
     "straight_through", "support_logprobs", "swap_completions", "taskset_environment", "taskset_rows",
-    "teacher_mix_weights", "textarena_environment", "tie_loss", "to_arrow", "token_covariance", "token_logprobs",
+    "teacher_mix_weights", "textarena_environment", "tie_loss", "timed", "to_arrow", "token_covariance", "token_logprobs",
     "token_mask", "tool_environment", "topr_loss", "tpo_loss", "trajectory_returns", "truncated_weights",
     "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
     "value_loss", "value_metrics", "verdict_metrics", "verifiers_environment", "verifiers_rows", "vespo_loss",
-    "veto_mask", "vine_advantages", "vllm", "vtrace", "watch", "weighted_scores", "whiten", "within",
+    "veto_mask", "vine_advantages", "vllm", "vtrace", "watch", "weighted_scores", "whiten", "within", "without_times",
     "without_truncated", "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss", "zero", "zero_unweighted",
 ]
 

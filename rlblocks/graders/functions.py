@@ -104,7 +104,7 @@ class Background:
     )->Future:
         "Begin when the calls before it have ended. `result()` waits for what it gives, or raises; `cancel()` before."
         before, self.last = self.last, BackgroundCall()
-        threading.Thread(target=self.run, args=(before, self.last, fn, args), daemon=True).start()
+        threading.Thread(target=self.run, args=(before, self.last, fn, args), name="grader", daemon=True).start()
         return self.last
 
     def run(self, before:Future, made:Future, fn:Callable, args:tuple):

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from .. import loops
+from .curves import PHASE
 from .flags import OWN, parse, unknown
 from .program import program
 from .run import NoLoop
@@ -29,6 +30,7 @@ from ..placement.place import here
 from ..placement.raypool import RayPool
 from ..placement.restarts import Closes, end_with_parent, ended_by_itself, restarted, supervise
 from ..placement.spmd import SpmdPool
+from ..tracking.timing import ADDED, timed
 
 # %% ../../nbs/people/01_command.ipynb #0e2a7d57
 def halves(n:int)->list[int]:
@@ -55,8 +57,9 @@ def plain_values(row:Mapping)->dict:
 def print_row(
     row:Mapping,
 ):
-    "Print a step."
-    found = plain_values(row).items()
+    "Print a step. Of its times it has the seconds, the others are in the log."
+    hidden = {*ADDED} - {"seconds"}
+    found = [(k, x) for k, x in plain_values(row).items() if k not in hidden and not k.startswith(PHASE)]
     print("  ".join(f"{k} {x:.4g}" if isinstance(x, float) else f"{k} {x}" for k, x in found), flush=True)
 
 class Log:
@@ -94,7 +97,7 @@ def run_loop(
     "Run a loop as flags say, show its rows and keep them."
     made, file = program(loop, given, title), given["log"] or (given["folder"] and f"{given['folder']}/log.jsonl")
     log = Log(file) if file else None
-    def start(pool): return pool.watch(made.start(pool))
+    def start(pool): return pool.watch(timed(made.start(pool)))
     for row in restarted(start, pools_for(given), restarts=given["restarts"]):
         if log: log.add(row)
         print_row(row)

@@ -17,9 +17,15 @@ from ..data.batch import Batch
 def innermost(
     loop:Iterator[Mapping], # a loop, or one that yields from another
 )->Iterator[Mapping]:
-    "Return the loop that makes the dicts."
-    while isgenerator(loop) and isgenerator(loop.gi_yieldfrom): loop = loop.gi_yieldfrom
+    "Return the loop that makes the dicts, inside of `timed` and other wrappers of `rlblocks.tracking`."
+    while isgenerator(loop) and isgenerator(inner := loop.gi_yieldfrom or _wrapped(loop)): loop = inner
     return loop
+
+def _wrapped(loop):
+    "The loop that a wrapper around loops was given."
+    frame = loop.gi_frame
+    if frame is None or not frame.f_globals.get("__name__", "").startswith("rlblocks.tracking."): return None
+    return frame.f_locals.get("loop")
 
 def loop_locals(
     loop:Iterator[Mapping], # a loop that stands still

@@ -21,6 +21,7 @@ from ..data.batch import Batch
 from .alarms import alarms
 from .curves import Curves, last_numbers, row_numbers, step_of
 from .displays import display_for
+from ..tracking.timing import StepTimer, added_up, without_times
 from .loop_frame import (
     can_be_set, innermost, loop_batch, loop_loss, planned_steps, read_number, settable, write_number)
 
@@ -72,7 +73,7 @@ class watch:
         self.total, self.state = total, "not begun"             # then running, paused, stopped, done, failed …
         self.paused, self._stopping, self._wanted = False, False, deque()
         self._begins, self._counted = True, 0   # the next dict is an iteration's first; added to the loop's own steps
-        self._seconds = deque(maxlen=20)
+        self._seconds, self._timer = deque(maxlen=20), StepTimer()
         self._look()
         known = settable(self.loop)
         if unknown := [name for name in self.sliders if name not in known]:
@@ -123,7 +124,8 @@ class watch:
         display = display_for()
         self.state = "done" if ended else "running"
         display.begin(self)
-        try: yield display
+        try:
+            with self._timer: yield display
         finally:
             if self.state in ("running", "paused"): self.state = "stopped"
             self.paused = False
@@ -154,7 +156,8 @@ class watch:
 
     def _step(self):
         "Run a step. None where the loop has ended."
-        changes, before, start = self._apply(), self.slider_values(), time.perf_counter()
+        changes, before = self._apply(), self.slider_values()
+        self._timer.begin()
         try: row = next(self.loop)
         except StopIteration:
             self.state = "done"
@@ -165,8 +168,8 @@ class watch:
         if not isinstance(row, Mapping):
             raise TypeError(f"watch: a {type(row).__name__} came from step {self._place} of the loop; a dict of its "
                             "numbers is wanted: yield dict(step=step, loss=loss)")
-        row = dict(row)
-        self._seconds.append(time.perf_counter() - start)
+        row = self._timer.end(row)
+        self._seconds.append(self._timer.seconds)
         self._look()
         now = self.slider_values()
         row |= {name: now[name] if x is None else x for name, x in before.items() if name not in row}
@@ -185,7 +188,8 @@ class watch:
             else:                               # the loop counts anew, in a second epoch say
                 self._counted += self._place - step
                 step = self._place
-        if self.numbers and step == self._place - 1: row, numbers = self.rows.pop() | row, self.numbers.pop() | numbers
+        if self.numbers and step == self._place - 1:
+            row, numbers = added_up(self.rows.pop(), row), added_up(self.numbers.pop(), numbers)
         self.rows.append(row)
         self.numbers.append(numbers | dict(step=float(step)))
         self.marks += [(step, said) for said in changes]
@@ -268,7 +272,11 @@ class watch:
         newest = last_numbers(self.numbers, self.keys)
         return said.get(self.state, self.state) + (f": {newest}" if newest else "")
 
-    def _repr_png_(self): return self.curves.png() if self.numbers else None
+    def picture(self)->bytes: # a PNG
+        "Draw the curves without times, as a notebook keeps them: equal runs have equal pictures."
+        return Curves({"": [without_times(row) for row in self.numbers]}, self.keys, self.marks).png()
+
+    def _repr_png_(self): return self.picture() if self.numbers else None
 
     def __repr__(self): return f"watch({self.summary()})"
 
