@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['RECENT', 'SHORT', 'alarms', 'named_alarms', 'recent', 'not_finite', 'skipped_steps', 'no_gradient', 'gradient_spike',
-           'large_ratio', 'many_clipped', 'far_from_reference', 'little_entropy', 'equal_lengths']
+           'large_ratio', 'many_clipped', 'far_from_reference', 'little_entropy', 'equal_groups', 'stale_rows',
+           'at_limit', 'equal_lengths']
 
 # %% ../../nbs/people/12_alarms.ipynb #5fa1f38f
 import statistics
@@ -26,8 +27,8 @@ def named_alarms(
     rows:Sequence[Mapping], # numbers of the steps, oldest first
 )->dict[str, str]: # name of the judge → its sentence
     "Return what the last steps of a run warn of, by a name that stays while the numbers in the sentence change."
-    judges = (not_finite, skipped_steps, no_gradient, large_ratio, many_clipped, far_from_reference, little_entropy,
-              equal_lengths, gradient_spike)
+    judges = (not_finite, skipped_steps, no_gradient, equal_groups, large_ratio, many_clipped, stale_rows,
+              far_from_reference, little_entropy, at_limit, equal_lengths, gradient_spike)
     return {judge.__name__: said for judge in judges if (said := judge(rows))}
 
 def recent(
@@ -114,6 +115,33 @@ def little_entropy(
     if len(first) < 2*RECENT: return ""
     first, now = statistics.median(first[:RECENT]), statistics.median(now)
     return f"the entropy fell from {first:.3g} to {now:.3g}: answers of a group become equal" if now < .1*first else ""
+
+def equal_groups(
+    rows:Sequence[Mapping], # numbers of the steps
+)->str: # "" where all is well
+    "Warn of groups whose answers all have one reward: their advantages are 0."
+    found = recent(rows, "equal_groups")
+    usual = statistics.median(found) if len(found) == RECENT else 0.
+    solved = statistics.median(recent(rows, "reward") or [0.]) >= .95
+    return (f"in {usual:.0%} of the groups all answers have one reward, and teach nothing: are the prompts too hard, or "
+            "too easy?" if usual > .7 and not solved else "")
+
+def stale_rows(
+    rows:Sequence[Mapping], # numbers of the steps
+)->str: # "" where all is well
+    "Warn of rows that a policy many batches ago has sampled."
+    found = recent(rows, "staleness")
+    usual = statistics.median(found) if found else 0.
+    return (f"the oldest rows of a batch were sampled {usual:.3g} batches ago: a smaller `ahead`, or more devices that "
+            "sample?" if usual > 4 else "")
+
+def at_limit(
+    rows:Sequence[Mapping], # numbers of the steps
+)->str: # "" where all is well
+    "Warn of answers that were cut at max_tokens: a reward that wants their end never comes."
+    found = recent(rows, "at_limit")
+    usual = statistics.median(found) if len(found) == RECENT else 0.
+    return f"{usual:.0%} of the answers were cut at their limit: a larger max_tokens?" if usual > .3 else ""
 
 def equal_lengths(
     rows:Sequence[Mapping], # numbers of the steps

@@ -38,7 +38,7 @@ def step_of(
 
 # %% ../../nbs/people/10_curves.ipynb #ca30a3f4
 DRAWN = ("reward", "held_out", "accuracy", "loss", "kl", "length", "clip_frac", "grad_norm", "entropy")
-_NOT_DRAWN = {"step", "version", "lr", "skipped", *ADDED}
+_NOT_DRAWN = {"step", "version", "lr", "skipped", "equal_groups", "at_limit", *ADDED}
 PHASE = "seconds_"      # names of phases begin so: seconds_rollout, seconds_step
 
 def drawn_keys(

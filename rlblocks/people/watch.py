@@ -23,7 +23,7 @@ from .curves import Curves, last_numbers, row_numbers, step_of
 from .displays import display_for
 from ..tracking.timing import StepTimer, added_up, without_times
 from .loop_frame import (
-    can_be_set, innermost, loop_batch, loop_loss, planned_steps, read_number, settable, write_number)
+    batch_numbers, can_be_set, innermost, loop_batch, loop_loss, planned_steps, read_number, settable, write_number)
 
 # %% ../../nbs/people/09_watch.ipynb #613a0eee
 @contextmanager
@@ -181,7 +181,7 @@ class watch:
 
     def _keep(self, row, changes):
         "Add a dict. A step's second one is merged with its first; of a run that has resumed it replaces later ones."
-        numbers = row_numbers(row)
+        numbers = batch_numbers(self.batch) | row_numbers(row)
         step = step_of(numbers, self._place - self._counted) + self._counted
         if step < self._place - 1:
             if self._begins: self._cut(step)
