@@ -182,6 +182,7 @@ if TYPE_CHECKING:
     from rlblocks.placement.spmd import SpmdPool
     from rlblocks.tracking.timing import timed, without_times
     from rlblocks.people.explore import explore
+    from rlblocks.people.report import report
     from rlblocks.people.run import loop_from
     from rlblocks.people.show import show
     from rlblocks.people.watch import watch
@@ -231,6 +232,7 @@ _OFFERS = {
     "placement.spmd": "SpmdPool",
     "tracking.timing": "timed without_times",
     "people.explore": "explore",
+    "people.report": "report",
     "people.run": "loop_from",
     "people.show": "show",
     "people.watch": "watch",
@@ -284,7 +286,7 @@ __all__ = [
     "quantile_rewards", "rao_kupper_loss", "rating_loss", "ratio_corrected", "ratio_metrics", "read_response",
     "realigned", "reasoning_gym_reward", "reasoning_gym_rows", "rebel_loss", "refill", "regrade", "reinforce_loss",
     "reinforce_pp_advantages", "reinforce_pp_baseline", "remax_advantages", "renderer_of", "repeated_tokens",
-    "repetition_penalty", "replay_draw", "resampled_rows", "restarted", "reverse_kl_loss", "reward_app",
+    "repetition_penalty", "replay_draw", "report", "resampled_rows", "restarted", "reverse_kl_loss", "reward_app",
     "robust_dpo_loss", "role_advantages", "rollouts", "routed_tokens", "router_z_loss", "row_costs", "row_max",
     "row_mean", "row_sum", "run_code", "safety_loss", "same_shape", "sample_columns", "sandbox_support",
     "sapo_loss", "save_rollouts", "saved_steps", "score_metrics", "scorer_reward", "scores_after", "seed_of",
@@ -292,7 +294,8 @@ __all__ = [
     "sft_loss", "sglang", "shared_prefix", "show", "sign_weights", "simpo_loss", "soft_values", "softened_logprobs",
     "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards", "step_seconds",
     "straight_through", "support_logprobs", "swap_completions", "taskset_environment", "taskset_rows",
-    "teacher_mix_weights", "textarena_environment", "tie_loss", "timed", "to_arrow", "token_covariance", "token_logprobs",
+    "teacher_mix_weights", "textarena_environment", "tie_loss", "timed", "to_arrow", "token_covariance",
+    "token_logprobs",
     "token_mask", "tool_environment", "topr_loss", "tpo_loss", "trajectory_returns", "truncated_weights",
     "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack", "update_moments",
     "value_loss", "value_metrics", "verdict_metrics", "verifiers_environment", "verifiers_rows", "vespo_loss",

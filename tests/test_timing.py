@@ -1,4 +1,4 @@
-"""`timed` (nbs/tracking/05 … 07): phases of real loops, numbers to the bit, timelines, idle engines, other processes."""
+"""`timed` (nbs/tracking/05 … 07): phases of real loops, numbers to the bit, timelines, idle engines, ranks."""
 import json
 import threading
 from itertools import count, pairwise
@@ -77,7 +77,8 @@ def test_a_mark_inside_another_counts_once_and_each_thread_has_its_own(ticks):
             thread.start()
             thread.join()
         spans = first.taken()
-    assert [(s.phase, s.lane) for s in spans] == [("grade", "MainThread")]*2 + [("grade", "aside"), ("wait", "MainThread")]
+    assert [(s.phase, s.lane) for s in spans] == [
+        ("grade", "MainThread"), ("grade", "MainThread"), ("grade", "aside"), ("wait", "MainThread")]
     assert second.taken() == spans and judge.grade() == 1. and not first.spans
     row = phase_seconds([s for s in spans if s.lane == "MainThread"], 9.)
     assert row == dict(seconds=9., seconds_grade=2., seconds_wait=3., seconds_other=4.)

@@ -221,7 +221,7 @@ def test_a_slider_sets_what_an_inner_function_closes_over_for_the_next_step():
     assert [m["used"] for m in w.rows] == [m["kl_coef"] for m in w.rows] == [.5, .5, .5, .25, .25, .25]
     assert w.marks == [(3, "kl_coef 0.5 → 0.25")]
     assert "step 3: kl_coef 0.5 → 0.25" in w.curves.html()
-    assert own(w.rows)[0] == dict(next(loop())) | dict(kl_coef=.5), "but for the slider's entry and times dicts are equal"
+    assert own(w.rows)[0] == dict(next(loop())) | dict(kl_coef=.5), "but for the slider's entry and times"
 
 
 def test_a_slider_sets_the_loops_variable_and_not_that_of_a_reward_with_the_same_name():

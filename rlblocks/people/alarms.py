@@ -123,8 +123,8 @@ def equal_groups(
     found = recent(rows, "equal_groups")
     usual = statistics.median(found) if len(found) == RECENT else 0.
     solved = statistics.median(recent(rows, "reward") or [0.]) >= .95
-    return (f"in {usual:.0%} of the groups all answers have one reward, and teach nothing: are the prompts too hard, or "
-            "too easy?" if usual > .7 and not solved else "")
+    if usual <= .7 or solved: return ""
+    return f"in {usual:.0%} of the groups all answers have one reward and teach nothing: are the prompts too hard?"
 
 def stale_rows(
     rows:Sequence[Mapping], # numbers of the steps
@@ -132,8 +132,8 @@ def stale_rows(
     "Warn of rows that a policy many batches ago has sampled."
     found = recent(rows, "staleness")
     usual = statistics.median(found) if found else 0.
-    return (f"the oldest rows of a batch were sampled {usual:.3g} batches ago: a smaller `ahead`, or more devices that "
-            "sample?" if usual > 4 else "")
+    if usual <= 4: return ""
+    return f"a batch has rows that were sampled {usual:.3g} batches ago: a smaller `ahead`, or more that samples?"
 
 def at_limit(
     rows:Sequence[Mapping], # numbers of the steps

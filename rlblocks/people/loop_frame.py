@@ -60,7 +60,7 @@ def batch_numbers(
         equal = [bool((x == x[0]).all()) for x in scores if len(x) > 1]
         if equal: found["equal_groups"] = sum(equal)/len(equal)
     if "finish_reason" in batch:
-        found["at_limit"] = sum(x == "length" for x in batch.finish_reason)/len(batch)
+        found["at_limit"] = sum(x == "max_tokens" for x in batch.finish_reason)/len(batch)
     return found
 
 def loop_loss(

@@ -272,7 +272,7 @@ class watch:
         newest = last_numbers(self.numbers, self.keys)
         return said.get(self.state, self.state) + (f": {newest}" if newest else "")
 
-    def picture(self)->bytes: # a PNG
+    def picture(self)->bytes|Path: # a PNG
         "Draw the curves without times, as a notebook keeps them: equal runs have equal pictures."
         return Curves({"": [without_times(row) for row in self.numbers]}, self.keys, self.marks).png()
 
