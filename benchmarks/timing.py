@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]/"tests"), str(Path(__file__).parents[1])]
-from rlblocks import Prompts, here, timed
-from rlblocks.engines.phases import Recorder, phase
-from rlblocks.loops import grpo
-from rlblocks.tracking.timing import StepTimer
-from tiny import model, rows, tokenizer
+from rlblocks import Prompts, here, timed  # noqa: E402
+from rlblocks.engines.phases import Recorder, phase  # noqa: E402
+from rlblocks.loops import grpo  # noqa: E402
+from rlblocks.tracking.timing import StepTimer  # noqa: E402
+from tiny import model, rows, tokenizer  # noqa: E402
 
 
 def reward(prompts, completions, **_): return [float(len(set(text.split()))) for text in completions]

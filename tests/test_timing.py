@@ -7,7 +7,7 @@ import pytest
 import torch
 from rlblocks import Grader, Mean, Policy, Prompts, here, later, phase, timed, watch, without_times
 from rlblocks.engines import phases, usage
-from rlblocks.engines.phases import Recorder, Span, note
+from rlblocks.engines.phases import Recorder, PhaseSpan, note
 from rlblocks.engines.usage import Usage
 from rlblocks.loops import async_grpo, grpo
 from rlblocks.models.flops import size_of
@@ -142,12 +142,12 @@ def test_use_is_of_all_devices_that_computed_and_unknown_where_one_is():
 
 
 def test_an_engine_elsewhere_waits_between_its_spans_also_over_steps():
-    idle, engine = EngineIdle(), lambda *times: Span("sample", "engine", *times, "engine")
-    own = Span("wait", "", 0., 9., "loop")
+    idle, engine = EngineIdle(), lambda *times: PhaseSpan("sample", "engine", *times, "engine")
+    own = PhaseSpan("wait", "", 0., 9., "loop")
     assert idle.between([own], "loop") == {}
     assert idle.between([own, engine(1., 3.), engine(4., 5.)], "loop") == dict(engine_wait=1.)
     assert idle.between([engine(8., 9.), own], "loop") == dict(engine_wait=3.)
-    assert idle.between([engine(10., 11.), Span("sample", "", 2., 3., "other")], "loop") == dict(engine_wait=.5)
+    assert idle.between([engine(10., 11.), PhaseSpan("sample", "", 2., 3., "other")], "loop") == dict(engine_wait=.5)
 
 
 # -- timelines
@@ -173,7 +173,7 @@ def test_spans_of_other_processes_and_threads_have_rows_of_their_own(tmp_path):
         for step in range(2):
             answer = later(grader.score, rows(dtype=torch.float32))
             used = Usage(1e9*step, 0., 2**31, 0, 0., 0)
-            note(Span("sample", "Rollout.generate", 5.*step, 5.*step + 2., "pool rank 0"), used)
+            note(PhaseSpan("sample", "Rollout.generate", 5.*step, 5.*step + 2., "pool rank 0"), used)
             answer.result()
             yield dict(step=step)
     grader = Grader(lambda tokens: [1.]*len(tokens))

@@ -30,7 +30,7 @@ from ..placement.place import here
 from ..placement.raypool import RayPool
 from ..placement.restarts import Closes, end_with_parent, ended_by_itself, restarted, supervise
 from ..placement.spmd import SpmdPool
-from ..tracking.timing import ADDED, timed
+from ..tracking.timing import TIMES, timed
 
 # %% ../../nbs/people/01_command.ipynb #0e2a7d57
 def halves(n:int)->list[int]:
@@ -58,7 +58,7 @@ def print_row(
     row:Mapping,
 ):
     "Print a step. Of its times it has the seconds, the others are in the log."
-    hidden = {*ADDED} - {"seconds"}
+    hidden = {*TIMES} - {"seconds"}
     found = [(k, x) for k, x in plain_values(row).items() if k not in hidden and not k.startswith(PHASE)]
     print("  ".join(f"{k} {x:.4g}" if isinstance(x, float) else f"{k} {x}" for k, x in found), flush=True)
 

@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..engines.phases import Span, note, now, phase, phase_of
+from ..engines.phases import PhaseSpan, note, now, phase, phase_of
 from ..engines.weights import Ticket
 from ..engines.process_group import RankLost
 from .cluster import log_tail, session
@@ -367,7 +367,7 @@ class RayCalls:
                      longest=max(seen["longest"], answer.seconds), resident=max(seen["resident"], answer.resident))
         if call.phase and answer.usage:
             start, end = rank.local_time(answer.end - answer.seconds, answer.end, call.asked, now())
-            note(Span(call.phase, call.who, start, end, f"{self.processes.name} rank {r}"), answer.usage)
+            note(PhaseSpan(call.phase, call.who, start, end, f"{self.processes.name} rank {r}"), answer.usage)
         for kind, text in answer.warned:
             warnings.warn(f"{text} [{call.who} on {rank}]", getattr(builtins, kind, UserWarning), stacklevel=2)
         return answer

@@ -18,7 +18,7 @@ import torch
 from ..data.batch import Batch
 from ..data.columns import seed_of
 from ..data.replay import versions_by_token
-from ..engines.phases import Span, note, now, phase
+from ..engines.phases import PhaseSpan, note, now, phase
 from .rollout import Rollout, requests_of, rows_of
 from ..samplers.sampler import Caller, Completion, Request
 
@@ -235,7 +235,7 @@ class _Samples:
 
     def _note_busy(self, since):
         "The engine has nothing left to do, as far as anybody here knows."
-        note(Span("sample", "engine", since, now(), "engine"))
+        note(PhaseSpan("sample", "engine", since, now(), "engine"))
         self.busy = None
 
     def _rows(self, group)->Batch:

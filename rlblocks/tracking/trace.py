@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..engines.phases import Span
+from ..engines.phases import PhaseSpan
 
 # %% ../../nbs/tracking/06_trace.ipynb #9d588bd1
 class TraceFile:
@@ -25,7 +25,7 @@ class TraceFile:
         self.path.write_text("[\n]\n", encoding="utf-8")
 
     def add(self,
-        spans:Iterable[Span],
+        spans:Iterable[PhaseSpan],
     ):
         "Append a slice for each span."
         events = []
@@ -47,7 +47,7 @@ class TraceFile:
                 about | dict(name="process_sort_index", args=dict(sort_index=number))]
 
 def slice_of(
-    span:Span,
+    span:PhaseSpan,
     number:int, # of its lane
 )->dict: # an event of Chrome's format
     "Return a span as an event, in whole microseconds."
