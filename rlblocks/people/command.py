@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from .. import loops
-from .curves import PHASE
 from .flags import OWN, parse, unknown
 from .program import program
 from .run import NoLoop
@@ -30,7 +29,7 @@ from ..placement.place import here
 from ..placement.raypool import RayPool
 from ..placement.restarts import Closes, end_with_parent, ended_by_itself, restarted, supervise
 from ..placement.spmd import SpmdPool
-from ..tracking.timing import TIMES, timed
+from ..tracking.timing import timed, without_times
 
 # %% ../../nbs/people/01_command.ipynb #0e2a7d57
 def halves(n:int)->list[int]:
@@ -57,9 +56,8 @@ def plain_values(row:Mapping)->dict:
 def print_row(
     row:Mapping,
 ):
-    "Print a step. Of its times it has the seconds, the others are in the log."
-    hidden = {*TIMES} - {"seconds"}
-    found = [(k, x) for k, x in plain_values(row).items() if k not in hidden and not k.startswith(PHASE)]
+    "Print a step. What it took is in the log: equal runs print the same."
+    found = plain_values(without_times(row)).items()
     print("  ".join(f"{k} {x:.4g}" if isinstance(x, float) else f"{k} {x}" for k, x in found), flush=True)
 
 class Log:
