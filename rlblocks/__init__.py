@@ -179,6 +179,9 @@ if TYPE_CHECKING:
     from rlblocks.placement.raypool import RayPool
     from rlblocks.placement.restarts import restarted
     from rlblocks.placement.spmd import SpmdPool
+    from rlblocks.tracking.log_to import log_to
+    from rlblocks.tracking.sinks import JsonLines
+    from rlblocks.tracking.trackers import MLflow, TensorBoard, Trackio, Wandb
     from rlblocks.people.explore import explore
     from rlblocks.people.run import loop_from
     from rlblocks.people.show import show
@@ -226,6 +229,9 @@ _OFFERS = {
     "placement.raypool": "RayPool",
     "placement.restarts": "restarted",
     "placement.spmd": "SpmdPool",
+    "tracking.log_to": "log_to",
+    "tracking.sinks": "JsonLines",
+    "tracking.trackers": "MLflow TensorBoard Trackio Wandb",
     "people.explore": "explore",
     "people.run": "loop_from",
     "people.show": "show",
@@ -236,11 +242,11 @@ _LAZY = {name: module for module, names in _OFFERS.items() for name in names.spl
 __all__ = [
     "Batch", "Buffer", "Calculator", "ChatRenderer", "Checkpoint", "Cluster", "Counts", "Critic",
     "Demonstrations", "Denom", "Documents", "Endpoint", "Environment", "Feedback", "Flight", "Grader", "GraderLimits",
-    "Last", "Max", "Mean", "Media", "Metric", "Number", "OptimizerSpec", "Over", "Packed", "Policy", "Pools",
+    "JsonLines", "Last", "MLflow", "Max", "Mean", "Media", "Metric", "Number", "OptimizerSpec", "Over", "Packed", "Policy", "Pools",
     "Preferences",
     "Prompts", "PythonTool", "Ragged", "RayPool", "RemoteReward", "Renderer", "Response", "Retries", "Rollout",
-    "Sandbox", "Scorer", "Search", "Session", "SpmdPool", "Step", "StepFeedback", "Stream", "TextRenderer", "Whole",
-    "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate",
+    "Sandbox", "Scorer", "Search", "Session", "SpmdPool", "Step", "StepFeedback", "Stream", "TensorBoard",
+    "TextRenderer", "Trackio", "Wandb", "Whole", "a2po_loss", "adamw", "adamw_8bit", "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate",
     "alpha_reward",
     "alphapo_loss", "answer_log_ratios", "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss",
     "as_feedback", "assert_on_policy", "asymre_loss", "at_last_token", "at_tokens", "balance", "balance_families",
@@ -266,7 +272,7 @@ __all__ = [
     "judge_rollout", "judge_url", "k3_mask", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped",
     "kto_kl", "kto_loss", "later", "ld_logprobs", "leave_one_out", "length_adaptive_lam", "length_reward", "linear",
     "linear_logprobs", "linear_measured", "lite_ppo_advantages", "load_rollouts", "load_rows", "log_odds", "log_ratio",
-    "loop_from", "luffy_loss", "luspo_loss", "m2po_mask", "masked_data", "masked_mean", "masked_std", "masked_sum",
+    "log_to", "loop_from", "luffy_loss", "luspo_loss", "m2po_mask", "masked_data", "masked_mean", "masked_std", "masked_sum",
     "math_reward", "maxrl_advantages", "mean_logprobs_only", "mean_of", "means_of", "merge", "micro_batch_count",
     "minillm_advantages", "mismatch_metrics", "mismatched", "mixed_environment", "mixed_groups", "moe_balance_loss",
     "multi_head_loss", "muon", "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages",
