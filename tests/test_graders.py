@@ -282,6 +282,13 @@ def test_math_reward_reads_what_stands_behind_the_hashes():
 
 # -- what functions log
 
+def test_the_mean_of_a_function_is_over_the_rows_that_it_scored():
+    def never(completions, **_): return [None]*len(completions)
+    def one(completions, **_): return [4.] + [None]*(len(completions) - 1)
+    with pytest.warns(UserWarning, match="never scored none"): found = Grader([never, one]).grade(rollout())["metrics"]
+    assert {k: float(x) for k, x in found.items()} == {"rewards/one": 4.}
+
+
 @pytest.mark.parametrize("deadline", [None, 60.])
 @pytest.mark.parametrize("late", [False, True])
 def test_hooks_of_trl_reach_the_metrics_of_the_loop(deadline, late):
