@@ -252,7 +252,8 @@ def test_tools_turns_and_ends():
 
 
 def test_duplicates_are_counted_once_a_group():
-    batch = answers(*"aaab", *"cd", group=torch.tensor([0]*4 + [1]*2), duplicate=torch.tensor([0, 1, 1, 0, 0, 0]).bool())
+    again = torch.tensor([False, True, True, False, False, False])
+    batch = answers(*"aaabcd", group=torch.tensor([0]*4 + [1]*2), duplicate=again)
     for text in ("".join(page(show(batch)).text), repr(show(batch))):
         assert text.count("2 of 4 answers repeat another") == 1 == text.count("repeat") and "duplicate" not in text
 

@@ -124,7 +124,7 @@ def show(
     return Drawing([DrawnRows(b, picks, tokenizer=tokenizer, name=name, **_numbers(b, picks, model, ref, critic, loss))
                     for b, picks, name in sides], by=by, tokens=tokens)
 
-def _numbers(batch, picks, model, ref, critic, loss):
+def _numbers(batch, picks, model, ref, critic, loss)->dict[str, Any]:
     "Return what models and a loss say of the rows that are drawn, and a note on it, as `DrawnRows` takes them."
     at = torch.tensor([i for p in picks for i in p.rows], dtype=torch.long)
     computed, note = _computed((batch.drop("unit") if "unit" in batch else batch)[at], model, ref, critic), ""
