@@ -255,7 +255,7 @@ def test_math_reward_wants_an_answer_a_row(math_verify):
 
 def test_math_reward_without_its_extra_names_it(monkeypatch):
     monkeypatch.setattr("rlblocks.graders.maths.find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"pip install rlblocks\[rewards\]"):
+    with pytest.raises(RuntimeError, match=r"pip install -e .\.\[rewards\]"):
         Grader(math_reward).score(rollout(answer=[1, 2, 3]))
 
 
