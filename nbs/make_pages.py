@@ -30,10 +30,10 @@ MAP = """# Map
 
 > All notebooks, by package, in reading order
 
-Made by `nbs/make_pages.py`. Each notebook is the source of the module of its name; numbers are the reading order. A package
-imports only from packages before it: an arrow is an import, and those that follow from others are left out.
-`import rlblocks` loads the packages down to `data`, which need torch, einops and jaxtyping; the others are loaded when a
-name of theirs is first used."""
+Made by `nbs/make_pages.py`. Each notebook is the source of the module of its name; numbers are the reading order.
+A package imports only from packages before it: an arrow is an import, and those that follow from others are left out.
+`import rlblocks` loads the packages down to `data`, which need torch, einops and jaxtyping; the others are loaded when
+a name of theirs is first used."""
 # where each package stands in the picture of the map: those that it imports are below it
 PLACES = dict(people=(3, 10), loops=(3, 9), placement=(3, 8), endpoint=(5, 8), checkpoint=(1.5, 7), environments=(5, 7),
               graders=(4, 6), rollout=(4, 5), samplers=(4, 4), models=(3, 3), losses=(1, 2), engines=(4, 2),

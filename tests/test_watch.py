@@ -1,6 +1,7 @@
 """`watch` (nbs/people/09_watch): the numbers of a run left alone, interrupts, sliders, notebooks, terminals."""
 import asyncio
 import gc
+import io
 import json
 import os
 import signal
@@ -341,7 +342,6 @@ def test_a_key_that_no_step_has_is_named_until_it_comes():
 
 
 def test_a_terminal_prints_an_alarm_once_and_no_oftener_than_asked(monkeypatch):
-    import io
     monkeypatch.setattr(sys, "stderr", said := io.StringIO())
     looks, judged = [], displays.named_alarms
     monkeypatch.setattr(displays, "named_alarms", lambda rows, keys: (looks.append(len(rows)), judged(rows, keys))[1])
@@ -394,9 +394,12 @@ def test_a_spike_of_one_step_is_drawn_and_no_nan():
 
 def test_equal_rows_give_equal_pictures_whatever_style_the_reader_has():
     import matplotlib
+    from PIL import Image
     first = Curves({"": plain(loop())}).png()
     with matplotlib.rc_context({"figure.facecolor": "black", "font.size": 30}):
         assert Curves({"": plain(loop())}).png() == first
+    alpha = Image.open(io.BytesIO(first)).convert("RGBA").getchannel("A")
+    assert alpha.histogram()[0] > .8*alpha.width*alpha.height, "a page's own background, light or dark, is behind it"
 
 
 def test_runs_are_compared_from_folders_lists_and_what_was_watched(tmp_path):
