@@ -304,7 +304,7 @@ def args_of(name, s):
 def trainer_of(name, train, tok, s, seed):
     "(trainer without its own preparation of data, config, rows in token ids, more arguments)"
     import trl
-    from rlblocks import Demonstrations, as_feedback
+    from rlblocks import Demonstrations
     if name in ("grpo", "rloo"):
         kind = dict(grpo=trl.GRPOTrainer, rloo=trl.RLOOTrainer)[name]
         return kind, dict(grpo=trl.GRPOConfig, rloo=trl.RLOOConfig)[name], train, dict(reward_funcs=happy)
