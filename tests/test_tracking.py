@@ -25,11 +25,13 @@ from tiny import model, rows, tokenizer
 PYTHON = Path(os.environ.get("TRACKERS", ROOT/".venv/trackers"))/"bin/python"
 
 
-@pytest.mark.skipif(not PYTHON.exists(), reason="wandb, trackio, TensorBoard and MLflow are not installed: make trackers")
 def test_with_the_trackers_themselves(tmp_path):
-    env = os.environ | dict(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT/"tests")]), TRACKIO_DIR=str(tmp_path/"trackio"))
-    done = subprocess.run([PYTHON, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", "tests/trackers/with_trackers.py"],
-                          cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    if not PYTHON.exists(): pytest.skip("wandb, trackio, TensorBoard and MLflow are not installed: make trackers")
+    path = os.pathsep.join([str(ROOT), str(ROOT/"tests")])
+    command = [PYTHON, "-m", "pytest", "-n0", "-q", "-p", "no:cacheprovider", "tests/trackers/with_trackers.py"]
+    env = os.environ | dict(PYTHONPATH=path, TRACKIO_DIR=str(tmp_path/"trackio"))
+    done = subprocess.run(command, cwd=ROOT, env=env,
+                          capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
@@ -194,7 +196,8 @@ def test_the_command_logs_to_what_it_is_told(in_a_folder, capsys, how):
     if how == "program":
         assert command_line([*words, "--show-code"]) == 0
         text = capsys.readouterr().out
-        assert "for row in pool.watch(log_to(count(pool, checkpoint=Checkpoint('a', every=10)), 'b.jsonl', 'c.jsonl')): pass" in text
+        call = "count(pool, checkpoint=Checkpoint('a', every=10))"
+        assert f"for row in pool.watch(log_to({call}, 'b.jsonl', 'c.jsonl')): pass" in text
         exec(compile(text, "counted_program.py", "exec"), dict(__name__="__main__"))
     else: assert command_line(words) == 0
     assert capsys.readouterr().out == "step 0  x 0\nstep 1  x 0.5\nstep 2  x 1\n"
@@ -203,8 +206,9 @@ def test_the_command_logs_to_what_it_is_told(in_a_folder, capsys, how):
         assert (in_a_folder/name).read_text().splitlines() == lines
 
 
-@pytest.mark.parametrize("log, said", [("wandv", "--log: there is no tracker 'wandv'; is 'wandb' meant?"),
-                                       ("here", "there are wandb, trackio, tensorboard, mlflow; a file is written ./here")])
+@pytest.mark.parametrize("log, said", [
+    ("wandv", "--log: there is no tracker 'wandv'; is 'wandb' meant?"),
+    ("here", "there are wandb, trackio, tensorboard, mlflow; a file is written ./here")])
 def test_a_sink_that_there_is_not_is_said_before_the_run(in_a_folder, capsys, log, said):
     assert command_line(["run", "counted:count", "--log", log]) == 2
     out, err = capsys.readouterr()
@@ -227,7 +231,7 @@ def named_in(module):
     def target(node): return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
     for node in ast.walk(ast.parse(Path(module.__file__).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Yield): yield from dicts(node)
-        if isinstance(node, ast.Return) and isinstance(node.value, ast.Call | ast.Tuple | ast.BinOp): yield from dicts(node.value)
+        if isinstance(node, ast.Return) and node.value is not None: yield from dicts(node.value)
         if isinstance(node, ast.Assign | ast.AugAssign):
             places = node.targets if isinstance(node, ast.Assign) else [node.target]
             if any(target(p) & {"seen", "metrics"} for p in places): yield from dicts(node.value)

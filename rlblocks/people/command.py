@@ -91,7 +91,7 @@ def keep_config(
     print(f"{file.parent}: its {done} steps were done with other settings, which {kept.name} has; changed: {was}",
           file=sys.stderr)
 
-def _plain_values(x):
+def _plain_values(x)->Any:
     if isinstance(x, Mapping): return {str(k): _plain_values(v) for k, v in x.items()}
     if isinstance(x, (list, tuple)): return [_plain_values(v) for v in x]
     return x if x is None or isinstance(x, (bool, int, float, str)) else str(x)

@@ -13,9 +13,6 @@ from inspect import GEN_CREATED, getgeneratorstate, isgenerator
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ..data.batch import Batch
 from ..data.drawn_rows import verdict_of
 from ..engines.process_group import world
@@ -28,13 +25,13 @@ from .trackers import TRACKERS, Tracker
 def sink_of(
     sink:str|Path|Sink, # "wandb", "trackio", "tensorboard", "mlflow", a file, or a sink
 )->Sink:
-    "Return the sink that a word or a path stands for. ValueError for a word that is neither, ImportError without its package."
+    "Return the sink of a word or a path. ValueError for a word that is neither, ImportError without its package."
     if not isinstance(sink, (str, Path)):
         if isinstance(sink, Sink) and not isinstance(sink, type): return sink
-        raise TypeError(f"log_to: a {type(sink).__name__} came for a sink; a word ({', '.join(TRACKERS)}), a file, or an "
-                        "object with log, table and finish is wanted; a class is called first, Wandb()")
+        raise TypeError(f"log_to: a {type(sink).__name__} came for a sink; a word ({', '.join(TRACKERS)}), a file, or "
+                        "an object with log, table and finish is wanted; a class is called first, Wandb()")
     if problem := unknown_sink(sink): raise ValueError(f"log_to: {problem}")
-    return TRACKERS[sink]() if sink in TRACKERS else JsonLines(sink)
+    return TRACKERS[str(sink)]() if sink in TRACKERS else JsonLines(sink)
 
 def unknown_sink(
     sink:str|Path, # of a command line

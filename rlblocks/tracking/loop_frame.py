@@ -10,6 +10,7 @@ __all__ = ['innermost', 'loop_locals', 'planned_steps', 'loop_batch', 'loop_loss
 from collections.abc import Callable, Iterable, Mapping
 from inspect import isgenerator, unwrap
 from types import CellType, FunctionType
+from typing import Any
 
 from ..data.batch import Batch
 
@@ -24,7 +25,7 @@ def innermost(
     while (inner := _handed_on(loop)) is not None: loop = inner
     return loop
 
-def _handed_on(loop):
+def _handed_on(loop)->Any:
     "The loop whose rows a loop hands on; None where it makes them."
     if not isgenerator(loop): inner = getattr(loop, "loop", None)
     else: inner = loop.gi_yieldfrom or (loop.gi_frame and loop.gi_frame.f_locals.get("loop"))

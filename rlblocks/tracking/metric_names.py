@@ -12,7 +12,7 @@ from collections.abc import Mapping
 METRICS = dict(
     # of a step
     step="number of the step; loops count from 0",
-    loss="what was minimised, all terms together; near 0 for a policy gradient on whitened advantages, which is no fault",
+    loss="what was minimised, all terms; near 0 where advantages of a group add up to 0, which is no fault",
     grad_norm="norm of the gradient before it is clipped",
     lr="learning rate of the step",
     version="optimizer steps that the weights have had",
@@ -32,11 +32,11 @@ METRICS = dict(
     approx_kl="KL(π_old‖π) in nats a token, k₃: mean of ρ − 1 − log ρ",
     ratio="mean ρ = π/π_old before any clip, of tokens; of rows where the loss has one ratio for the answer",
     ratio_max="largest ρ",
-    clip_frac="share of the tokens whose gradient the clip takes away; a ρ that is outside on the harmless side has one",
+    clip_frac="share of the tokens whose gradient the clip takes away; rows where the loss has one ratio for them",
     clip_frac_low="the part of clip_frac below 1 − ε, where Â < 0",
     clip_frac_high="the part of clip_frac above 1 + ε, where Â > 0",
     clip_frac_dual="the part of clip_frac above the dual clip, where Â < 0",
-    kl="KL to the reference in nats a token: k₃ as a term of the loss, k₁ as a part of the reward (PPO); KTO: of answers",
+    kl="KL to the reference, nats a token: k₃ in a loss, k₁ in a reward (PPO); KTO, Nash-MD: of answers",
     kl_coef="price of a nat of kl",
     entropy="mean entropy of the policy in nats a token",
     weight="mean importance weight, truncated",
@@ -140,13 +140,13 @@ def meaning(
     return f"{PREFIXES[prefix]}: {inner}" if inner else PREFIXES[prefix]
 
 # %% ../../nbs/tracking/03_metric_names.ipynb #37e6d6f6
-# TRL 1.16, trainer/grpo_trainer.py and dpo_trainer.py; what is called alike there (reward, kl, entropy, loss) is left out
+# TRL 1.16, grpo_trainer.py and dpo_trainer.py; what is called alike there (reward, kl, entropy, loss) is left out
 TRL = dict(lr="learning_rate", length="completions/mean_length", clip_frac="clip_ratio/region_mean",
            clip_frac_low="clip_ratio/low_mean", clip_frac_high="clip_ratio/high_mean",
            rollout_abs_diff="sampling/sampling_logp_difference/mean",
            rollout_abs_diff_max="sampling/sampling_logp_difference/max",
            chosen_reward="rewards/chosen", rejected_reward="rewards/rejected")
-TRL_PAIRS = dict(accuracy="rewards/accuracies", margin="rewards/margins")      # beside chosen_reward; not in a reward model
+TRL_PAIRS = dict(accuracy="rewards/accuracies", margin="rewards/margins")      # beside chosen_reward alone
 
 # verl 0.9, trainer/ppo/metric_utils.py, core_algos.py, rollout_corr_helper.py, workers/utils/losses.py
 VERL = dict(reward="critic/score/mean", length="response_length/mean", grad_norm="actor/grad_norm", lr="actor/lr",

@@ -98,7 +98,8 @@ class JsonLines:
         name:str, # of the table
     )->Path:
         "Return the file of a table."
-        return self.path.with_name(f"{name}.jsonl" if self.path.name == "log.jsonl" else f"{self.path.stem}.{name}.jsonl")
+        alone = self.path.name == "log.jsonl"       # a run's folder is its own
+        return self.path.with_name(f"{name}.jsonl" if alone else f"{self.path.stem}.{name}.jsonl")
 
     def rows(self,
         table:str|None=None, # its name; None: the steps

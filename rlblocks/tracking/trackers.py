@@ -27,7 +27,8 @@ class Tracker:
         config:Mapping|None=None,  # what it was begun with
     ):
         "Import the package. ImportError where it is missing."
-        self.folder, self.config, self.run, self.id, self.last = folder, config, None, None, -1
+        self.folder, self.config, self.id, self.last = folder, config, None, -1
+        self.run:Any = None
         self.module:Any = _imported(self.package, type(self).__name__, self.extra)
 
     def log(self,
