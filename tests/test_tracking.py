@@ -17,7 +17,7 @@ from rlblocks import Checkpoint, JsonLines, Policy, Prompts, here, log_to, loops
 from rlblocks.loops import grpo
 from rlblocks.people.command import command_line
 from rlblocks.tracking.log_to import sample_rows
-from rlblocks.tracking.metric_names import METRICS, PREFIXES, TRL, TRL_PAIRS, VERL, meaning
+from rlblocks.tracking.metric_names import METRICS, METRIC_PREFIXES, TRL, TRL_PAIRS, VERL, meaning
 from rlblocks.tracking.sinks import plain_values
 from test_laws import CASES, LOSSES, arguments, block
 from tiny import model, rows, tokenizer
@@ -219,7 +219,7 @@ def test_a_package_that_is_missing_is_said_before_the_run(in_a_folder, capsys, m
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert command_line(["run", "counted:count", "--log", "wandb"]) == 2
     out, err = capsys.readouterr()
-    assert "Wandb: the package wandb is not installed; pip install 'rlblocks[wandb]'" in err and not out
+    assert "Wandb: the package wandb is not installed; pip install -e '.[wandb]' in the clone" in err and not out
 
 
 # -- names
@@ -255,7 +255,7 @@ def emitted():
 
 
 def test_every_metric_that_is_emitted_is_documented_and_no_other():
-    found = {name for name in emitted() if not any(name.startswith(p) for p in PREFIXES)}
+    found = {name for name in emitted() if not any(name.startswith(p) for p in METRIC_PREFIXES)}
     assert found - METRICS.keys() == set()
     assert METRICS.keys() - found == {"prompts"}                   # of `rlblocks generate`
     assert all(meaning(name) for name in {*TRL, *TRL_PAIRS, *VERL})

@@ -20,7 +20,7 @@ from .sinks import plain_values
 class Tracker:
     "A run in a tracking package."
     package = ""        # what is imported
-    extra = ""          # pip install 'rlblocks[…]'
+    extra = ""          # of rlblocks, that installs it
 
     def __init__(self,
         folder:str|Path|None=None, # of the run; None: the run cannot be gone on with
@@ -120,7 +120,8 @@ def _imported(package, who, extra):
     if found.__file__ is None: raise ImportError(_missing(who, extra))      # a folder of that name: wandb makes one
     return found
 
-def _missing(who, extra): return f"{who}: the package {extra} is not installed; pip install 'rlblocks[{extra}]'"
+def _missing(who, extra):
+    return f"{who}: the package {extra} is not installed; pip install -e '.[{extra}]' in the clone"
 
 # %% ../../nbs/tracking/02_trackers.ipynb #aee24f4b
 class Wandb(Tracker):
