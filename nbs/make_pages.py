@@ -17,7 +17,7 @@ from make_readme import packages
 ROOT = Path(__file__).resolve().parents[1]
 TITLE = "# All blocks\n\n> Every function on tensors: what it does, from which paper, where it is explained"
 INTRO = """Made by `nbs/make_pages.py` from the docstrings; edit those. These are the packages `arithmetic`, `signals`,
-`losses` and `testing`; wrappers and engines are on the [map](map.ipynb). Every name is imported with
+`losses`, `statistics` and `testing`; wrappers and engines are on the [map](map.ipynb). Every name is imported with
 `from rlblocks import …`, or from its module where that is said. `rlblocks.<Tab>` leaves out what few people look for:
 slow reference versions (`naive_…`), guards, and names that only annotations need."""
 NAME = r"(?:[A-Z][\w'’\-]+ ){0,2}[A-Z][\w'’\-]+"

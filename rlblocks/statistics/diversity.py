@@ -61,6 +61,6 @@ def longest_loop(
     for p in range(1, min(period, ids.shape[1]//copies) + 1):
         same = (ids[:, p:] == ids[:, :-p]) & (places[p:] < lengths[:, None])
         broken = torch.where(same, -1, places[p:]).cummax(1).values # the last place up to here that breaks the loop
-        loop = torch.where(broken < 0, places[p:] + 1, places[p:] - broken + p).masked_fill(~same, 0).amax(1)
+        loop = torch.where(broken < 0, places[p:] + 1, places[p:] - broken + p).amax(1)
         longest = torch.where(loop >= copies*p, torch.maximum(loop, longest), longest)
     return longest
