@@ -126,7 +126,7 @@ def algorithms(offered):
     "Every estimator, loss and statistic: equation, paper, function, lesson."
     books = list(pages.notebooks())
     everywhere = pages.addresses("\n".join(t for *_, cells in books for kind, t in cells if kind == "markdown"))
-    text = ["# Algorithms\n\n> Every estimator, loss and statistic: its equation, its paper, its function, its lesson\n",
+    text = ["# Algorithms\n\n> Estimators, losses and statistics: equation, paper, function and lesson of each\n",
             "Made from the notebooks and the docstrings. A function takes and returns tensors and fits any loop. To "
             "choose between them, [which loss for what](../nbs/which_loss.ipynb) begins with the data that there is.\n"]
     for path, module, cells in books:
