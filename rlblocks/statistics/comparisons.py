@@ -140,4 +140,4 @@ def bradley_terry_ratings(
     scale, prompts = 400/math.log(10), len(of.unique())
     half = t_quantile(level, prompts - 1)*se
     rows = torch.stack([beta, beta - half, beta + half], 1)*scale + 1000
-    return [Interval(*row, prompts, missing) for row in rows.tolist()]
+    return [Interval(value, low, high, prompts, missing) for value, low, high in rows.tolist()]

@@ -29,7 +29,7 @@ def distinct_n(
 )->Float[Tensor, " P"]: # within (0, 1], in the order of `group.unique()`; NaN where no answer has n tokens
     """Return for each prompt the share of different n-grams in its answers.
 
-    |different n-grams|/#n-grams. Li et al. 2016, section 5, there per token."""
+    distinct-n = |different n-grams|/#n-grams. Li et al. 2016, section 5, there per token."""
     same_shape("B T", tokens=tokens, mask=mask)
     if n < 1: raise ValueError(f"distinct_n: n is {n}; a number of tokens is wanted, at least 1")
     of = group_numbers("distinct_n", tokens[:, 0].float(), group)

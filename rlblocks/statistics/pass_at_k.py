@@ -61,7 +61,7 @@ def pass_hat_k(
 )->Float[Tensor, " P"]: # within [0, 1], in the order of `group.unique()`; NaN for fewer than k graded answers
     """Estimate without bias, for each prompt, the chance that all of k answers are right.
 
-    C(c, k)/C(n, k) with c right answers of n. Yao et al. 2024 (τ-bench), section 3."""
+    pass^k = C(c, k)/C(n, k) with c right answers of n. Yao et al. 2024 (τ-bench), section 3."""
     check_k("pass_hat_k", k)
     of, s, n = by_prompt("pass_hat_k", scores, group)
     return like_scores(all_among(group_sums((s >= threshold).double(), of)[:len(n)], n, k), scores)
