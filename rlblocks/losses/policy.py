@@ -89,7 +89,7 @@ def ratio_metrics(
     ratio, n = torch.where(mask, promoted(ratio), 1.), total(mask)
     chosen = torch.where(mask, ratio, 0.)
     return dict(approx_kl=Mean(total(ratio - 1 - ratio.log()), n), # log of the rounded ratio: see the example
-                ratio=Mean(total(chosen), n), ratio_most=Max(largest(chosen)))
+                ratio=Mean(total(chosen), n), ratio_max=Max(largest(chosen)))
 
 # %% ../../nbs/losses/00_policy.ipynb #27b70fcd
 @torch.no_grad()
