@@ -1,1 +1,0 @@
-"Benchmarks and tasks of one's own, sampled and graded, with intervals, compared with an earlier evaluation."
