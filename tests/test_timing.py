@@ -158,7 +158,7 @@ def test_the_slices_of_a_timeline_nest_and_the_file_is_whole_after_each_step(tmp
         assert f"step {row['step']}" in {x["name"] for x in events}
     names = {x["pid"]: x["args"]["name"] for x in events if x["name"] == "process_name"}
     assert names == {0: "loop"}
-    slices = sorted(((x["ts"], -x["dur"], x["name"]) for x in events if x["ph"] == "X"))
+    slices = sorted((x["ts"], -x["dur"], x["name"]) for x in events if x["ph"] == "X")
     assert {"sample", "update", "sync", "grade", "step 2"} <= {name for *_, name in slices}
     steps = [x for x in slices if x[2].startswith("step")]
     assert all(start - length <= after for (start, length, _), (after, *_) in pairwise(steps)), "steps do not overlap"

@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT
 from forked import on_ranks
-from rlblocks import Checkpoint, JsonLines, Policy, Prompts, here, log_to, loops, ppo_loss, watch
+from rlblocks import Checkpoint, JsonLines, Policy, Prompts, here, log_to, loops, ppo_loss, watch, without_times
 from rlblocks.loops import grpo
 from rlblocks.people.command import command_line
 from rlblocks.tracking.log_to import sample_rows
 from rlblocks.tracking.metric_names import METRICS, METRIC_PREFIXES, TRL, TRL_PAIRS, VERL, meaning
 from rlblocks.tracking.sinks import plain_values
+from rlblocks.tracking.timing import ADDED
 from test_laws import CASES, LOSSES, arguments, block
 from tiny import model, rows, tokenizer
 
@@ -62,7 +63,9 @@ class Keeps:
 def test_a_real_run_has_the_same_numbers_to_the_bit(tmp_path, capsys):
     bare, sink = [plain_values(row) for row in tiny_grpo()], Keeps()
     logged = list(log_to(tiny_grpo(checkpoint=Checkpoint(tmp_path)), sink, every=2, samples=3))
-    assert [plain_values(row) for row in logged] == bare == JsonLines(tmp_path/"log.jsonl").rows()
+    log = JsonLines(tmp_path/"log.jsonl").rows()
+    assert [plain_values(without_times(row)) for row in logged] == bare == [without_times(row) for row in log]
+    assert all(row["seconds_update"] > 0 and row["at_limit"] >= 0 for row in log) and log[0].keys() == logged[0].keys()
     assert [step for step, _ in sink.rows] == [0, 1, 2, 3] and sink.ended == 1
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == ["0", "1", "2", "3"]
     samples = JsonLines(tmp_path/"log.jsonl").rows("samples")
@@ -255,7 +258,7 @@ def emitted():
 
 
 def test_every_metric_that_is_emitted_is_documented_and_no_other():
-    found = {name for name in emitted() if not any(name.startswith(p) for p in METRIC_PREFIXES)}
+    found = {name for name in {*emitted(), *ADDED} if not any(name.startswith(p) for p in METRIC_PREFIXES)}
     assert found - METRICS.keys() == set()
     assert METRICS.keys() - found == {"prompts"}                   # of `rlblocks generate`
     assert all(meaning(name) for name in {*TRL, *TRL_PAIRS, *VERL})

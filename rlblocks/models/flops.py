@@ -6,10 +6,13 @@
 __all__ = ['ModelSize', 'size_of']
 
 # %% ../../nbs/models/19_flops.ipynb #b6f4b4ce
+from collections.abc import Iterator
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
+
+from .validation import SENSES
 
 # %% ../../nbs/models/19_flops.ipynb #30cf83e9
 class ModelSize(NamedTuple):
@@ -38,7 +41,8 @@ def size_of(
 
 _sizes:WeakKeyDictionary[nn.Module, ModelSize] = WeakKeyDictionary()
 
-def _size(module):
+def _size(module:nn.Module)->ModelSize:
+    "Add up a model's parameters."
     trunk = getattr(module, "trunk", module)
     config = getattr(trunk, "config", None)
     config = getattr(config, "get_text_config", lambda: config)()
@@ -46,9 +50,9 @@ def _size(module):
     experts = number("num_experts", "num_local_experts", "n_routed_experts")
     share = number("num_experts_per_tok")/experts if experts else 1.
     weights = learning = 0.
-    skipped = _looked_up(trunk)
+    skipped = {id(p) for p in (_looked_up(trunk), *_of_towers(trunk))}
     for name, p in module.named_parameters():
-        if p is skipped: continue
+        if id(p) in skipped: continue
         n = getattr(p, "ds_numel", p.numel())       # ZeRO-3 leaves no entries between passes
         if ".experts." in name: n *= share
         weights += n
@@ -57,9 +61,15 @@ def _size(module):
     width = heads*number("head_dim") or number("hidden_size", "n_embd")
     return ModelSize(weights, learning, float(number("num_hidden_layers", "n_layer")*width))
 
-def _looked_up(trunk):
-    "The input embedding, unless the output layer multiplies the same matrix."
+def _looked_up(trunk:nn.Module)->Tensor|None:
+    "Return the input embedding, unless the output layer multiplies the same matrix."
     try: table = trunk.get_input_embeddings().weight
     except (AttributeError, NotImplementedError): return None
     head = getattr(trunk, "get_output_embeddings", lambda: None)()
     return None if head is not None and head.weight is table else table
+
+def _of_towers(trunk:nn.Module)->Iterator[Tensor]:
+    "Yield the parameters of what reads images and sounds."
+    configs = [c for name in SENSES if (c := getattr(getattr(trunk, "config", None), name, None)) is not None]
+    for m in trunk.modules():
+        if any(getattr(m, "config", None) is c for c in configs): yield from m.parameters()

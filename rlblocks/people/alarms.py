@@ -144,11 +144,11 @@ def equal_groups(
 def stale_rows(
     rows:Sequence[Mapping], # numbers of the steps
 )->str: # "" where all is well
-    "Warn of rows that a policy many batches ago has sampled."
+    "Warn of rows that the policy of many steps ago has sampled."
     found = recent(rows, "staleness")
     usual = statistics.median(found) if found else 0.
     if usual <= 4: return ""
-    return f"a batch has rows that were sampled {usual:.3g} batches ago: a smaller `ahead`, or more that samples?"
+    return f"a batch has rows that were sampled {usual:.3g} steps ago: a smaller `ahead`, or more devices that sample?"
 
 def at_limit(
     rows:Sequence[Mapping], # numbers of the steps

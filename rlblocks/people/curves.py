@@ -14,7 +14,7 @@ from itertools import accumulate, chain, pairwise
 from math import floor, isfinite, log10, nan
 from pathlib import Path
 
-from ..tracking.timing import TIMES
+from ..tracking.timing import ADDED
 
 # %% ../../nbs/people/10_curves.ipynb #56fbe021
 def row_numbers(
@@ -38,7 +38,7 @@ def step_of(
 
 # %% ../../nbs/people/10_curves.ipynb #ca30a3f4
 DRAWN = ("reward", "held_out", "accuracy", "loss", "kl", "length", "clip_frac", "grad_norm", "entropy")
-_NOT_DRAWN = {"step", "version", "lr", "skipped", "equal_groups", "at_limit", *TIMES}
+_NOT_DRAWN = {"step", "version", "lr", "skipped", *ADDED}
 PHASE = "seconds_"      # names of phases begin so: seconds_rollout, seconds_step
 
 def drawn_keys(

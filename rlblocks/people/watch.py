@@ -163,7 +163,7 @@ class watch:
         if not isinstance(row, Mapping):
             raise TypeError(f"watch: a {type(row).__name__} came from step {self._place} of the loop; a dict of its "
                             "numbers is wanted: yield dict(step=step, loss=loss)")
-        row = self._timer.end(row)
+        row = self._timer.end(row, loop_batch(self.loop))
         self._seconds.append(self._timer.seconds)
         self._look()
         now = self.slider_values()
@@ -176,7 +176,7 @@ class watch:
 
     def _keep(self, row, changes):
         "Add a dict. A step's second one is merged with its first; of a run that has resumed it replaces later ones."
-        numbers = batch_numbers(self.batch) | row_numbers(row)
+        numbers = row_numbers(row)
         step = step_of(numbers, self._place - self._counted) + self._counted
         if step < self._place - 1:
             if self._begins: self._cut(step)

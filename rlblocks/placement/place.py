@@ -309,7 +309,8 @@ class Method:
         **kwargs, # as for the method
     )->FutureAnswer[object]:
         "Begin the call on all ranks."
-        with self._phase(): return self.placed.pool.start(self.placed, self.name, args, kwargs)
+        with self._phase() as mark:
+            return mark.counted(self.placed.pool.start(self.placed, self.name, args, kwargs), args, kwargs)
 
     def _phase(self): return phase(phase_of(self) or "", f"{self.placed.kind.__name__}.{self.name}")
 

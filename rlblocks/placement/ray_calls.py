@@ -22,7 +22,7 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..engines.phases import PhaseSpan, note, now, phase, phase_of
+from ..engines.phases import PhaseSpan, awaited, note, now, phase, phase_of
 from ..engines.weights import Ticket
 from ..engines.process_group import RankLost
 from .cluster import log_tail, session
@@ -66,13 +66,14 @@ class RankAnswer:
         self.call.requests, self.call.waiter = ref(self), None
         return self
 
-    @phase("wait")
     def result(self)->Any:
         "Wait for the answer; asked again, it is the same. An error of a rank is raised here, its traceback as a note."
         if self.error is not None: raise self.error
         if self.call not in self.calls.open: return self.value
         self.call.waiter = get_ident()
-        try: self.value = self.join(self.calls.gather(self.call))
+        try:
+            with phase(awaited(self.call.phase), self.call.who) as mark:
+                self.value = mark.counted(self.join(self.calls.gather(self.call)), (), {})
         except Exception as e:
             self.error = e
             self.calls.close(self.call, kept=False)

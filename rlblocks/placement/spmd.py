@@ -29,7 +29,6 @@ from torch import Tensor
 
 from ..checkpoint.shards import is_shard
 from ..data.batch import Batch
-from ..engines.phases import phase
 from ..engines.weights import checksum
 from ..engines.process_group import (
     RankLost, all_or_raise, exchange, form_world, in_time, leave_world, world)
@@ -348,7 +347,6 @@ class Started:
         self.pool, self.placed, self.call, self.begun = pool, placed, call, begun
         self.number, self.answer, self.error = pool.calls, None, None
 
-    @phase("wait")
     def result(self)->object:
         "Wait for the joined answer. All ranks ask at the same place of the loop; an error of one is raised on all."
         if self.error is not None: raise self.error
