@@ -1,20 +1,25 @@
-"""`timed` (nbs/tracking/05 … 07): phases of real loops, numbers to the bit, timelines, idle engines, ranks."""
+"""`timed` (nbs/tracking/05, 06): phases of real loops, numbers to the bit, timelines, idle engines, ranks."""
 import json
+import sys
 import threading
+from ctypes import c_uint
 from itertools import count, pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
-from rlblocks import Grader, Mean, Policy, Prompts, here, later, phase, timed, watch, without_times
+from forked import on_ranks
+from rlblocks import Batch, Grader, Mean, Policy, Prompts, here, later, log_to, phase, report, timed, watch, without_times
 from rlblocks.engines import phases, usage
 from rlblocks.engines.phases import Recorder, PhaseSpan, note
 from rlblocks.engines.usage import Usage
-from rlblocks.loops import async_grpo, grpo
+from rlblocks.loops import async_grpo, grpo, ppo
 from rlblocks.models.flops import size_of
+from rlblocks.people.command import command_line
 from rlblocks.people.curves import row_numbers
-from rlblocks.people.loop_frame import innermost
 from rlblocks.tracking import timing
-from rlblocks.tracking.timing import EngineIdle, device_numbers, phase_seconds
+from rlblocks.tracking.loop_frame import innermost
+from rlblocks.tracking.timing import EngineIdle, batch_shares, device_numbers, phase_seconds
 from tiny import model, rows, tokenizer
 
 
@@ -53,11 +58,17 @@ def test_a_real_loop_has_all_its_phases_and_they_add_up_to_the_step(ticks, tmp_p
 def test_the_numbers_of_a_run_are_equal_to_the_bit_with_and_without(tmp_path):
     def numbers(loop): return [row_numbers(without_times(row)) for row in loop]
     plain = numbers(tiny())
-    assert numbers(timed(tiny())) == numbers(watch(tiny())) == numbers(watch(timed(tiny()))) == plain
-    assert numbers(timed(tiny(), trace=tmp_path/"t.json", profile={1}, folder=tmp_path)) == plain
+    assert numbers(timed(tiny())) == numbers(watch(tiny())) == numbers(log_to(tiny(), console=False)) == plain
+    assert numbers(watch(log_to(timed(tiny(), folder=tmp_path, profile={1})))) == plain
     profile = json.loads((tmp_path/"profile-1.json").read_text())["traceEvents"]
     assert {"sample", "grade", "update"} <= {x.get("name") for x in profile}
-    assert [x.name for x in tmp_path.iterdir() if "profile" in x.name] == ["profile-1.json"]
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["profile-1.json", "trace.json"]
+
+
+def test_all_loops_that_run_under_a_timer_are_timed_once(ticks):
+    "The innermost timer's numbers stand; those around it hand them on."
+    row, = list(watch(log_to(timed(iter([dict(step=0)])), console=False)))
+    assert row == dict(step=0, seconds=1., seconds_other=1., memory_gib=row["memory_gib"])
 
 
 def test_a_mark_inside_another_counts_once_and_each_thread_has_its_own(ticks):
@@ -84,11 +95,33 @@ def test_a_mark_inside_another_counts_once_and_each_thread_has_its_own(ticks):
     assert row == dict(seconds=9., seconds_grade=2., seconds_wait=3., seconds_other=4.)
 
 
+def test_a_critics_tokens_are_not_added_to_those_of_its_policy():
+    w = watch(tiny(ppo, steps=1, epochs=2))
+    row, = list(w)
+    assert row["tokens_per_second"]*row["seconds"] == pytest.approx(2*int(w.batch.lengths.sum()))
+
+
+def test_shares_of_groups_and_answers_are_those_of_a_plain_count():
+    b = Batch(group=torch.tensor([7, 7, 3, 3, 3, 9]), scores=torch.tensor([1., 1., 0., 1., 0., 5.]),
+              finish_reason=["max_tokens", "end", "end", "max_tokens", "end", "max_tokens"])
+    assert batch_shares(b) == dict(equal_groups=.5, at_limit=.5), "a group of one row is not counted"
+    b["scores"] = torch.tensor([float("nan")]*6)
+    assert batch_shares(b)["equal_groups"] == 0. and batch_shares(b[torch.zeros(6, dtype=torch.bool)]) == {}
+    assert batch_shares(None) == batch_shares(Batch(tokens=torch.zeros(2, 2, dtype=torch.long))) == {}
+
+
 def test_a_loops_own_number_stays_and_what_is_no_loop_is_told():
     made = list(timed({"step": i, "seconds": -1., "loss": Mean(1, 2)} for i in range(2)))
     assert [row["seconds"] for row in made] == [-1., -1.] and "seconds_other" in made[0]
     with pytest.raises(TypeError, match="timed: a function came; .*call it"): timed(tiny)
     with pytest.raises(TypeError, match="timed: a float came from step 1"): list(timed(iter([dict(loss=1.), 2.])))
+    with pytest.raises(ValueError, match=r"profile=\{3\} came without folder="): timed(iter([]), profile={3})
+    def loop():
+        yield dict(step=0)
+        return "the model"
+    def through(): answers.append((yield from timed(loop())))
+    answers = []
+    assert len(list(through())) == 1 and answers == ["the model"]
 
 
 def test_a_loop_inside_is_found_by_sliders_and_closed_with_what_is_around_it():
@@ -150,15 +183,65 @@ def test_an_engine_elsewhere_waits_between_its_spans_also_over_steps():
     assert idle.between([engine(10., 11.), PhaseSpan("sample", "", 2., 3., "other")], "loop") == dict(engine_wait=.5)
 
 
+def test_what_nvml_notes_is_read_once(monkeypatch):
+    "With NVML's own structures; a driver that has no new notes raises."
+    nvml = pytest.importorskip("ray._private.thirdparty.pynvml.pynvml")
+    notes = []
+    def samples(handle, kind, since):
+        assert (handle, kind) == ("GPU-12", nvml.NVML_GPU_UTILIZATION_SAMPLES)
+        new = [x for x in notes if x.timeStamp > since - 10]           # it may give old ones again
+        if not new: raise nvml.NVMLError(nvml.NVML_ERROR_NOT_FOUND)
+        return 1, new
+    def noted(time, busy):
+        x = nvml.c_nvmlSample_t()
+        x.timeStamp, x.sampleValue.uiVal = time, c_uint(busy)
+        notes.append(x)
+    for name, f in dict(nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda x: x, nvmlDeviceGetSamples=samples).items():
+        monkeypatch.setattr(nvml, name, f)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    fake = dict(is_initialized=lambda: True, current_device=lambda: 12, memory_stats=lambda: {},
+                get_device_properties=lambda i: SimpleNamespace(uuid=i), get_device_name=lambda i: "NVIDIA H200")
+    for name, f in fake.items(): monkeypatch.setattr(torch.cuda, name, f)
+    usage._gpu.cache_clear(), usage._peak.cache_clear()
+    assert usage.gpu_notes() == []
+    noted(100, 50), noted(105, 100)
+    before = usage.usage()
+    noted(110, 0), noted(112, 30)
+    after = usage.usage()
+    assert device_numbers(dict(a=before), dict(a=after), 1.)["gpu_use"] == pytest.approx(.15) and after.peak_flops == 989e12
+    usage._gpu.cache_clear(), usage._peak.cache_clear()
+
+
 # -- timelines
 
-def test_the_slices_of_a_timeline_nest_and_the_file_is_whole_after_each_step(tmp_path):
-    for row in timed(tiny(async_grpo), trace=tmp_path/"a"/"trace.json"):
-        events = json.loads((tmp_path/"a"/"trace.json").read_text())
-        assert f"step {row['step']}" in {x["name"] for x in events}
+def slices_of(path):
+    """The slices of a file that Perfetto opens, by the name of their process: a list of events in which each slice has a
+    whole `ts` and `dur`, its process is named, and those of a thread nest or are apart."""
+    events = json.loads(path.read_text())
+    assert isinstance(events, list) and {x["ph"] for x in events} <= {"X", "M"}
+    assert all({"name", "ph", "pid", "tid"} <= x.keys() and isinstance(x["pid"], int) for x in events)
     names = {x["pid"]: x["args"]["name"] for x in events if x["name"] == "process_name"}
-    assert names == {0: "loop"}
-    slices = sorted((x["ts"], -x["dur"], x["name"]) for x in events if x["ph"] == "X")
+    found = {name: [] for name in names.values()}
+    for x in events:
+        if x["ph"] == "M": continue
+        assert isinstance(x["ts"], int) and isinstance(x["dur"], int) and x["dur"] >= 0 and x["ts"] > 0
+        found[names[x["pid"]]].append(x)
+    for slices in found.values():
+        slices.sort(key=lambda x: (x["ts"], -x["dur"]))
+        ends = []                                   # of the slices that the next one may lie in
+        for x in slices:
+            while ends and ends[-1] <= x["ts"]: ends.pop()
+            assert not ends or x["ts"] + x["dur"] <= ends[-1], f"{x} crosses the one around it"
+            ends.append(x["ts"] + x["dur"])
+    return found
+
+
+def test_the_slices_of_a_timeline_nest_and_the_file_is_whole_after_each_step(tmp_path):
+    for row in timed(tiny(async_grpo), folder=tmp_path/"a"):
+        assert f"step {row['step']}" in {x["name"] for x in slices_of(tmp_path/"a/trace.json")["loop"]}
+    found = slices_of(tmp_path/"a/trace.json")
+    assert found.keys() == {"loop"}
+    slices = [(x["ts"], -x["dur"], x["name"]) for x in found["loop"]]
     assert {"sample", "update", "sync", "grade", "step 2"} <= {name for *_, name in slices}
     steps = [x for x in slices if x[2].startswith("step")]
     assert all(start - length <= after for (start, length, _), (after, *_) in pairwise(steps)), "steps do not overlap"
@@ -171,14 +254,48 @@ def test_the_slices_of_a_timeline_nest_and_the_file_is_whole_after_each_step(tmp
 def test_spans_of_other_processes_and_threads_have_rows_of_their_own(tmp_path):
     def loop():
         for step in range(2):
-            answer = later(grader.score, rows(dtype=torch.float32))
+            answers = [later(grader.score, rows(dtype=torch.float32)) for grader in graders]
             used = Usage(1e9*step, 0., 2**31, 0, 0., 0)
-            note(PhaseSpan("sample", "Rollout.generate", 5.*step, 5.*step + 2., "pool rank 0"), used)
-            answer.result()
+            note(PhaseSpan("sample", "Rollout.generate", 5.*step + 1, 5.*step + 3., "pool rank 0"), used)
+            for answer in answers: answer.result()
             yield dict(step=step)
-    grader = Grader(lambda tokens: [1.]*len(tokens))
-    made = list(timed(loop(), trace=tmp_path/"trace.json"))
-    events = json.loads((tmp_path/"trace.json").read_text())
-    assert {x["args"]["name"] for x in events if x["name"] == "process_name"} == {"loop", "grader", "pool rank 0"}
-    assert made[1]["engine_wait"] == 3. and made[1]["memory_gib"] == 2. and made[1]["seconds_wait"] >= 0
-    assert "seconds_grade" not in made[1], "of another thread"
+    graders = [Grader(lambda tokens: [1.]*len(tokens)) for _ in range(2)]
+    made = list(timed(loop(), folder=tmp_path))
+    found = slices_of(tmp_path/"trace.json")
+    assert found.keys() == {"loop", "pool rank 0", *(g._background.thread for g in graders)} and len(found) == 4
+    assert made[1]["engine_wait"] == 3. and made[1]["memory_gib"] == 2. and "seconds_wait" not in made[1]
+    asked = [x["args"]["call"] for x in found["loop"] if x["name"] == "grade"]
+    assert asked == ["BackgroundCall.result"]*4, "to wait for a grader is to grade"
+
+
+def timed_there(rank, ranks, folder):
+    for _ in timed(iter([dict(step=0)]), folder=f"{folder}/{rank}", profile={0}): pass
+
+
+def test_rank_0_alone_writes(tmp_path):
+    on_ranks(timed_there, (tmp_path,), 2)
+    assert sorted(str(x.relative_to(tmp_path)) for x in tmp_path.rglob("*.json")) == ["0/profile-0.json", "0/trace.json"]
+
+
+# -- commands
+
+def test_a_command_writes_its_timeline_and_says_so_in_its_program(tmp_path, monkeypatch, capsys):
+    (tmp_path/"counted.py").write_text("""
+from rlblocks import Checkpoint
+def count(pool, *, steps:int=3, checkpoint=Checkpoint()):
+    for step in checkpoint(steps): yield dict(step=step)""")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    words = ["run", "counted:count", "--profile", "1"]
+    assert command_line(words) == 2 and "--profile writes into a folder; give --folder" in capsys.readouterr().err
+    words += ["--folder", "a"]
+    assert command_line([*words, "--show-code"]) == 0
+    assert "log_to(timed(count(pool, checkpoint=Checkpoint('a', every=10)), folder='a', profile=[1]))" in \
+        capsys.readouterr().out
+    assert command_line(words) == 0
+    steps = [x["name"] for x in slices_of(tmp_path/"a/trace.json")["loop"] if x["name"] != "save"]
+    assert steps == ["step 0", "step 1", "step 2"]
+    assert (tmp_path/"a/profile-1.json").exists() and not (tmp_path/"a/profile-0.json").exists()
+    log = [json.loads(x) for x in (tmp_path/"a/log.jsonl").read_text().splitlines()]
+    assert [without_times(row) for row in log] == [dict(step=i) for i in range(3)]
+    assert report(log).startswith("A step takes ") and " other" in report(log)

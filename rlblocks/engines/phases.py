@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar
 
-from torch.autograd import _profiler_enabled as profiler_runs
+from torch._C._autograd import _profiler_enabled as profiler_runs
 from torch.profiler import record_function
 
 from ..data.batch import Batch

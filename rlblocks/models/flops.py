@@ -7,7 +7,7 @@ __all__ = ['ModelSize', 'size_of']
 
 # %% ../../nbs/models/19_flops.ipynb #b6f4b4ce
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ def _size(module:nn.Module)->ModelSize:
     width = heads*number("head_dim") or number("hidden_size", "n_embd")
     return ModelSize(weights, learning, float(number("num_hidden_layers", "n_layer")*width))
 
-def _looked_up(trunk:nn.Module)->Tensor|None:
+def _looked_up(trunk:Any)->Tensor|None:
     "Return the input embedding, unless the output layer multiplies the same matrix."
     try: table = trunk.get_input_embeddings().weight
     except (AttributeError, NotImplementedError): return None
