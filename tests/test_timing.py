@@ -67,7 +67,7 @@ def test_the_numbers_of_a_run_are_equal_to_the_bit_with_and_without(tmp_path):
 
 def test_all_loops_that_run_under_a_timer_are_timed_once(ticks):
     "The innermost timer's numbers stand; those around it hand them on."
-    row, = list(watch(log_to(timed(iter([dict(step=0)])), console=False)))
+    row, = list(watch(timed(timed(iter([dict(step=0)])))))
     assert row == dict(step=0, seconds=1., seconds_other=1., memory_gib=row["memory_gib"])
 
 
@@ -280,13 +280,13 @@ def test_rank_0_alone_writes(tmp_path):
 # -- commands
 
 def test_a_command_writes_its_timeline_and_says_so_in_its_program(tmp_path, monkeypatch, capsys):
-    (tmp_path/"counted.py").write_text("""
+    (tmp_path/"ticked.py").write_text("""
 from rlblocks import Checkpoint
 def count(pool, *, steps:int=3, checkpoint=Checkpoint()):
     for step in checkpoint(steps): yield dict(step=step)""")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
-    words = ["run", "counted:count", "--profile", "1"]
+    words = ["run", "ticked:count", "--profile", "1"]
     assert command_line(words) == 2 and "--profile writes into a folder; give --folder" in capsys.readouterr().err
     words += ["--folder", "a"]
     assert command_line([*words, "--show-code"]) == 0

@@ -410,7 +410,7 @@ def test_runs_are_compared_from_folders_lists_and_what_was_watched(tmp_path):
     list(w)
     drawn = watch.compare(tmp_path/"a", str(tmp_path/"b"), w, list(loop()), keys=["reward", "used"])
     assert [*drawn.runs] == [str(tmp_path/"a"), str(tmp_path/"b"), "run 2", "run 3"]
-    assert drawn.runs[str(tmp_path/"a")] == own(drawn.runs["run 2"]) == drawn.runs["run 3"] == plain(loop())
+    assert own(drawn.runs[str(tmp_path/"a")]) == own(drawn.runs["run 2"]) == drawn.runs["run 3"] == plain(loop())
     assert drawn.png(tmp_path/"both.png").read_bytes() == drawn.png() and "used 0.1" in repr(drawn)
     with pytest.raises(ValueError, match="watch.compare: .*has no steps"): watch.compare(tmp_path)
     with pytest.raises(ValueError, match="watch.compare: no step has 'rewards'; there are step, reward, kl, used; "):

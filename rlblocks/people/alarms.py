@@ -14,6 +14,7 @@ from itertools import chain, islice
 from math import isfinite
 
 from ..data.columns import listed
+from ..tracking.timing import without_times
 
 # %% ../../nbs/people/12_alarms.ipynb #a9ae988c
 RECENT = 5      # steps: what an alarm is judged by
@@ -52,7 +53,8 @@ def missing_numbers(
     "Name the numbers that no step has, and those that there are."
     known = dict.fromkeys(chain.from_iterable(rows))
     missing = [name for name in keys or () if known and name not in known]
-    return f"no step has {', '.join(map(repr, missing))}; there are {listed(missing[0], known)}" if missing else ""
+    if not missing: return ""
+    return f"no step has {', '.join(map(repr, missing))}; there are {listed(missing[0], without_times(known))}"
 
 # %% ../../nbs/people/12_alarms.ipynb #a8cc518e
 def not_finite(

@@ -80,8 +80,8 @@ def log_to(
     samples:int=8,              # rows of the batch in a table; 0: none
     every:int=10,               # steps between two such tables
     batch:Callable[[], Batch|None]|None=None, # gives the batch; None: it is found in the loop
-)->Generator[dict, Any, Any]: # the loop's dicts, as `timed` yields them; what the loop returns
-    """Give what a loop yields to sinks, and hand it on.
+)->Generator[dict, Any, Any]: # the loop's dicts; what the loop returns
+    """Give what a loop yields to sinks, with the times of each step, and hand it on unchanged.
 
     The console is a sink, and so is `log.jsonl` where there is a folder. ValueError for a word that is no sink,
     ImportError without its package."""
@@ -122,9 +122,9 @@ def _logged(loop, sinks, names, samples, every, batch):
                 timer.begin()
                 try: row = next(rows)
                 except StopIteration as e: return e.value
-                row, step = timer.end(row, _quietly(batch)), _number(row, step + 1)
+                logged, step = timer.end(row, _quietly(batch)), _number(row, step + 1)
                 if world()[0] == 0:
-                    for sink in sinks: sink.log(row, step, names)
+                    for sink in sinks: sink.log(logged, step, names)
                     if samples and step % every == 0: _log_samples(sinks, batch, step, samples)
                 yield row
     finally:
