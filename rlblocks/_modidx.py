@@ -4258,6 +4258,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'rlblocks.people.program.source_of': ( 'people/program.html#source_of',
                                                                                 'rlblocks/people/program.py')},
             'rlblocks.people.report': { 'rlblocks.people.report._first': ('people/report.html#_first', 'rlblocks/people/report.py'),
+                                        'rlblocks.people.report._steps': ('people/report.html#_steps', 'rlblocks/people/report.py'),
                                         'rlblocks.people.report._time': ('people/report.html#_time', 'rlblocks/people/report.py'),
                                         'rlblocks.people.report._warnings': ('people/report.html#_warnings', 'rlblocks/people/report.py'),
                                         'rlblocks.people.report.advice': ('people/report.html#advice', 'rlblocks/people/report.py'),

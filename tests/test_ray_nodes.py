@@ -143,7 +143,7 @@ def test_calls_and_ranks_have_names(apart):
     found = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
     assert {f"apart-{apart.processes.id}-{r}" for r in range(2)} <= found
     rows = {(row["call"], row["rank"]): row for row in apart.report()}
-    assert rows["Sees.devices", 0].keys() == {"phase", "rank", "node", "pid", "calls", "seconds", "longest", "mib"}
+    assert rows["Sees.devices", 0].keys() == {"call", "rank", "node", "pid", "calls", "seconds", "longest", "mib"}
     assert rows["Sees.devices", 1]["calls"] >= 1 and rows["place(Sees)", 1]["mib"] > 50
     end = time.monotonic() + 60
     while not (named := [e for e in ray.timeline() if e["cat"] == "task::Sees.devices"]) and time.monotonic() < end:

@@ -215,9 +215,9 @@ def test_what_nvml_notes_is_read_once(monkeypatch):
 # -- timelines
 
 def slices_of(path):
-    """The slices of a file that Perfetto opens, by the name of their process: a list of events in which each slice has a
+    """The slices of a file that Perfetto opens, by the name of their process: `traceEvents`, in which each slice has a
     whole `ts` and `dur`, its process is named, and those of a thread nest or are apart."""
-    events = json.loads(path.read_text())
+    events = json.loads(path.read_text())["traceEvents"]
     assert isinstance(events, list) and {x["ph"] for x in events} <= {"X", "M"}
     assert all({"name", "ph", "pid", "tid"} <= x.keys() and isinstance(x["pid"], int) for x in events)
     names = {x["pid"]: x["args"]["name"] for x in events if x["name"] == "process_name"}

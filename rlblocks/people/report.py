@@ -8,9 +8,12 @@ __all__ = ['LAST', 'shares_of_time', 'advice', 'report']
 # %% ../../nbs/people/19_report.ipynb #e4ea9fbf
 import statistics
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from .alarms import alarms
 from .curves import PHASE, row_numbers
+from ..tracking.sinks import JsonLines
 
 # %% ../../nbs/people/19_report.ipynb #61708d80
 LAST = 50       # steps that are looked at
@@ -34,13 +37,13 @@ def advice(
     numbers:Mapping[str, float], # of a usual step: seconds, mfu, engine_wait …
 )->str: # a sentence
     "Say what to change first to have the same steps in less time."
-    share, idle = lambda name: shares.get(name, 0.), numbers.get("engine_wait", 0.)/(numbers.get("seconds") or 1.)
-    mfu = numbers.get("mfu", 0.)
+    def share(name): return shares.get(name, 0.)
+    idle, mfu = numbers.get("engine_wait", 0.)/(numbers.get("seconds") or 1.), numbers.get("mfu", 0.)
     if share("save") > .1:
         return "saves take much of it: Checkpoint(every=…) larger, or background=True"
     if share("other") > .25:
         return ("the loop's own lines, its data or Python take much of it: look at a step with "
-                "timed(loop, profile={3}), and mark blocks with phase(…)")
+                "timed(loop, folder=…, profile={3}), and mark blocks with phase(…)")
     if share("wait") > .2 and idle <= .2:
         return "the trainer waits for the engine: give more devices to sampling, or shorten answers with max_tokens"
     if idle > .2:
@@ -60,17 +63,27 @@ def advice(
 
 # %% ../../nbs/people/19_report.ipynb #3ef21fcb
 def report(
-    rows:Sequence[Mapping], # dicts of the steps, as `timed`, `watch` or a command's log has them; or what was watched
+    run:Any, # folder or log of a run; dicts of its steps, as `timed` yields them; or what was watched
 )->str: # three sentences
-    "Say where the time of a run went, what its numbers warn of, and what to change first."
-    numbers = [row_numbers(row) for row in getattr(rows, "numbers", rows)]
+    """Say where the time of a run went, what its numbers warn of, and what to change first.
+
+    ValueError where it has no steps."""
+    numbers = [row_numbers(row) for row in _steps(run)]
+    if not numbers: raise ValueError(f"report: {run!r} has no steps; a folder that `rlblocks … --folder` has written is "
+                                     "wanted, or a list of dicts")
+    said = alarms(numbers)
     seconds, shares = shares_of_time(numbers)
     usual = {k: statistics.median(xs) for k in ("seconds", "mfu", "engine_wait", "tokens_per_second", "gpu_use")
              if (xs := [row[k] for row in numbers[-LAST:] if k in row])}
-    return " ".join([_time(seconds, shares, usual), _warnings(alarms(numbers)), _first(shares, usual, alarms(numbers))])
+    return " ".join([_time(seconds, shares, usual), _warnings(said), _first(shares, usual, said)])
+
+def _steps(run):
+    "The dicts of a run."
+    if not isinstance(run, (str, Path)): return getattr(run, "numbers", run)
+    return JsonLines(Path(run)/"log.jsonl" if Path(run).is_dir() else run).rows()
 
 def _time(seconds, shares, usual):
-    if not shares: return "The steps have no times: yield them through timed(loop) or watch(loop)."
+    if not shares: return "The steps have no times: yield them through timed(loop), or keep them with log_to(loop)."
     parts = ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share >= .02)
     more = [f"{usual['tokens_per_second']:,.0f} tokens a second"] if "tokens_per_second" in usual else []
     if "mfu" in usual: more.append(f"{usual['mfu']:.0%} of the devices' peak")
@@ -83,6 +96,6 @@ def _warnings(said):
     return f"Mend first: {said[0]}{more}{'' if said[-1].endswith('?') and not more else '.'}"
 
 def _first(shares, usual, said):
-    if not shares: return "Then there is something to advise."
+    if not shares: return "What is slow is known when there are times."
     sentence = advice(shares, usual)
     return f"{'Then, for speed' if said else 'To be faster'}: {sentence}."

@@ -38,11 +38,11 @@ class TraceFile:
         text = ",\n".join(json.dumps(x, ensure_ascii=False) for x in events)
         if not begun:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.path.write_text(f"[\n{text}\n]\n", encoding="utf-8")
+            self.path.write_text(f'{{"traceEvents": [\n{text}{_END}', encoding="utf-8")
             return
         with self.path.open("r+b") as file:
-            file.seek(-3, 2)                                        # before the closing bracket
-            file.write(f",\n{text}\n]\n".encode())
+            file.seek(-len(_END), 2)
+            file.write(f",\n{text}{_END}".encode())
 
     def _named(self, lane):
         number = self.lanes[lane] = len(self.lanes)
@@ -50,6 +50,8 @@ class TraceFile:
         about = dict(ph="M", pid=number, tid=0)
         return [about | dict(name="process_name", args=dict(name=name)),
                 about | dict(name="process_sort_index", args=dict(sort_index=number))]
+
+_END = "\n]}\n"        # of the file, which more slices push on
 
 def slice_of(
     span:PhaseSpan,
