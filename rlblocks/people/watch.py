@@ -163,20 +163,19 @@ class watch:
         if not isinstance(row, Mapping):
             raise TypeError(f"watch: a {type(row).__name__} came from step {self._place} of the loop; a dict of its "
                             "numbers is wanted: yield dict(step=step, loss=loss)")
-        row = self._timer.end(row, loop_batch(self.loop))
+        row, numbers = dict(row), row_numbers(self._timer.end(row, loop_batch(self.loop)))
         self._seconds.append(self._timer.seconds)
         self._look()
         now = self.slider_values()
         row |= {name: now[name] if x is None else x for name, x in before.items() if name not in row}
-        self._keep(row, changes)
+        self._keep(row, numbers | row_numbers(row), changes)
         if lost := [name for name, x in now.items() if x is None]:
             raise ValueError(f"watch: no slider can set {', '.join(lost)}: the loop does not read it in each step; "
                              f"{can_be_set(self.loop)}")
         return row
 
-    def _keep(self, row, changes):
+    def _keep(self, row, numbers, changes):
         "Add a dict. A step's second one is merged with its first; of a run that has resumed it replaces later ones."
-        numbers = row_numbers(row)
         step = step_of(numbers, self._place - self._counted) + self._counted
         if step < self._place - 1:
             if self._begins: self._cut(step)
@@ -184,7 +183,7 @@ class watch:
                 self._counted += self._place - step
                 step = self._place
         if self.numbers and step == self._place - 1:
-            row, numbers = added_up(self.rows.pop(), row), added_up(self.numbers.pop(), numbers)
+            row, numbers = self.rows.pop() | row, added_up(self.numbers.pop(), numbers)
         self.rows.append(row)
         self.numbers.append(numbers | dict(step=float(step)))
         self.marks += [(step, said) for said in changes]

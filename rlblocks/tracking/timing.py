@@ -197,7 +197,7 @@ def added_up(
     return {**first} | {**second} | times
 
 def without_times(
-    row:Mapping, # of `timed`, `watch`, `log_to`, or of a command's log
+    row:Mapping, # of `timed`, or of a log
 )->dict: # what two equal runs have in common
     "Return a step's dict without what `timed` adds to it."
     return {k: x for k, x in row.items() if k not in ADDED and not k.startswith("seconds_")}
