@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from forked import on_ranks
-from rlblocks import Batch, Grader, Mean, Policy, Prompts, here, later, log_to, phase, report, timed, watch, without_times
+from rlblocks import (
+    Batch, Grader, Mean, Policy, Prompts, here, later, log_to, phase, report, timed, watch, without_times)
 from rlblocks.engines import phases, usage
 from rlblocks.engines.phases import Recorder, PhaseSpan, note
 from rlblocks.engines.usage import Usage
@@ -198,8 +199,8 @@ def test_what_nvml_notes_is_read_once(monkeypatch):
         x = nvml.c_nvmlSample_t()
         x.timeStamp, x.sampleValue.uiVal = time, c_uint(busy)
         notes.append(x)
-    for name, f in dict(nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda x: x, nvmlDeviceGetSamples=samples).items():
-        monkeypatch.setattr(nvml, name, f)
+    calls = dict(nvmlInit=lambda: None, nvmlDeviceGetHandleByUUID=lambda x: x, nvmlDeviceGetSamples=samples)
+    for name, f in calls.items(): monkeypatch.setattr(nvml, name, f)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     fake = dict(is_initialized=lambda: True, current_device=lambda: 12, memory_stats=lambda: {},
                 get_device_properties=lambda i: SimpleNamespace(uuid=i), get_device_name=lambda i: "NVIDIA H200")
@@ -210,7 +211,8 @@ def test_what_nvml_notes_is_read_once(monkeypatch):
     before = usage.usage()
     noted(110, 0), noted(112, 30)
     after = usage.usage()
-    assert device_numbers(dict(a=before), dict(a=after), 1.)["gpu_use"] == pytest.approx(.15) and after.peak_flops == 989e12
+    assert device_numbers(dict(a=before), dict(a=after), 1.)["gpu_use"] == pytest.approx(.15)
+    assert after.peak_flops == 989e12
     usage._gpu.cache_clear(), usage._peak.cache_clear()
 
 
@@ -276,7 +278,8 @@ def timed_there(rank, ranks, folder):
 
 def test_rank_0_alone_writes(tmp_path):
     on_ranks(timed_there, (tmp_path,), 2)
-    assert sorted(str(x.relative_to(tmp_path)) for x in tmp_path.rglob("*.json")) == ["0/profile-0.json", "0/trace.json"]
+    files = sorted(str(x.relative_to(tmp_path)) for x in tmp_path.rglob("*.json"))
+    assert files == ["0/profile-0.json", "0/trace.json"]
 
 
 # -- commands

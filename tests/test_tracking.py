@@ -1,7 +1,6 @@
 """`log_to` (nbs/tracking): it hands a loop on unchanged, and keeps each step once; names of metrics are what the code
 emits. The trackers themselves are in an environment beside (`make trackers`), where tests/trackers runs."""
 import ast
-import json
 import os
 import subprocess
 import sys

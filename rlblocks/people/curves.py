@@ -39,7 +39,7 @@ def step_of(
 # %% ../../nbs/people/10_curves.ipynb #ca30a3f4
 DRAWN = ("reward", "held_out", "accuracy", "loss", "kl", "length", "clip_frac", "grad_norm", "entropy")
 _NOT_DRAWN = {"step", "version", "lr", "skipped", *ADDED}
-PHASE = "seconds_"      # names of phases begin so: seconds_rollout, seconds_step
+PHASE = "seconds_"      # names of phases begin so: seconds_sample, seconds_update
 
 def drawn_keys(
     rows:Sequence[Mapping],          # numbers of the steps

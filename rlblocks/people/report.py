@@ -69,8 +69,9 @@ def report(
 
     ValueError where it has no steps."""
     numbers = [row_numbers(row) for row in _steps(run)]
-    if not numbers: raise ValueError(f"report: {run!r} has no steps; a folder that `rlblocks … --folder` has written is "
-                                     "wanted, or a list of dicts")
+    if not numbers:
+        raise ValueError(f"report: {run!r} has no steps; a folder that `rlblocks … --folder` has written is wanted, or "
+                         "a list of dicts")
     said = alarms(numbers)
     seconds, shares = shares_of_time(numbers)
     usual = {k: statistics.median(xs) for k in ("seconds", "mfu", "engine_wait", "tokens_per_second", "gpu_use")
