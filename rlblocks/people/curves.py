@@ -14,7 +14,7 @@ from itertools import accumulate, chain, pairwise
 from math import floor, isfinite, log10, nan
 from pathlib import Path
 
-from ..tracking.timing import ADDED
+from ..tracking.timing import TIMED
 
 # %% ../../nbs/people/10_curves.ipynb #56fbe021
 def row_numbers(
@@ -38,7 +38,7 @@ def step_of(
 
 # %% ../../nbs/people/10_curves.ipynb #ca30a3f4
 DRAWN = ("reward", "held_out", "accuracy", "loss", "kl", "length", "clip_frac", "grad_norm", "entropy")
-_NOT_DRAWN = {"step", "version", "lr", "skipped", *ADDED}
+_NOT_DRAWN = {"step", "version", "lr", "skipped", *TIMED}
 PHASE = "seconds_"      # names of phases begin so: seconds_sample, seconds_update
 
 def drawn_keys(
