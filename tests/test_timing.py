@@ -7,6 +7,7 @@ from itertools import count, pairwise
 from types import SimpleNamespace
 
 import pytest
+import tiny_media
 import torch
 from forked import on_ranks
 from rlblocks import (
@@ -70,6 +71,9 @@ def test_all_loops_that_run_under_a_timer_are_timed_once(ticks):
     "The innermost timer's numbers stand; those around it hand them on."
     row, = timed(timed(iter([dict(step=0)])))
     assert row == dict(step=0, seconds=1., seconds_other=1., memory_gib=row["memory_gib"])
+    assert list(timed(iter([row | dict(seconds_other=.5)]))) == [row | dict(seconds_other=.5)]
+    del row["memory_gib"]
+    assert list(timed(iter([row]))) == [row], "a log of another machine"
 
 
 def test_a_mark_inside_another_counts_once_and_each_thread_has_its_own(ticks):
@@ -160,10 +164,13 @@ def test_operations_are_those_of_the_sizes_and_of_what_learns():
     assert forward == size.flops(b.lengths) > 2*size.weights*int(b.lengths.sum())
     policy.step(b, lambda out, b: (out.logprobs.sum(), {}))
     assert usage.usage().flops - before - forward == pytest.approx(3*forward)
-    experts = size_of(model("mixtral"))       # 2 of 4 are asked
-    assert experts.weights < sum(p.numel() for p in model("mixtral").parameters())
+    def total(net, part=""): return sum(p.numel() for name, p in net.named_parameters() if part in name)
     table = model().get_input_embeddings().weight.numel()
-    assert size.weights == sum(p.numel() for p in policy._run.module.parameters()) - table, "it is looked up"
+    assert size.weights == total(policy._run.module) - table, "it is looked up"
+    mixture = model("mixtral")
+    assert size_of(mixture).weights == total(mixture) - total(mixture, "embed_tokens") - total(mixture, ".experts.")/2
+    sees = tiny_media.model("qwen3_vl")
+    assert size_of(sees).weights == total(sees) - total(sees, "visual") and total(sees, "visual") > 0
 
 
 def test_use_is_of_all_devices_that_computed_and_unknown_where_one_is():
