@@ -234,8 +234,9 @@ class _Samples:
             self.pending[group].add(first + c.sample, c)
 
     def _note_busy(self, since):
-        "The engine has nothing left to do, as far as anybody here knows."
-        note(PhaseSpan("sample", "engine", since, now(), "engine"))
+        "The engine has nothing left to do. One that does not say since when has had until now."
+        ended = getattr(self.rollout.sampler, "idle_since", 0.)
+        note(PhaseSpan("sample", "engine", since, ended if ended > since else now(), "engine"))
         self.busy = None
 
     def _rows(self, group)->Batch:
