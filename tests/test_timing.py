@@ -113,6 +113,8 @@ def test_shares_of_groups_and_answers_are_those_of_a_plain_count():
     assert batch_shares(b) == dict(equal_groups=.5, at_limit=.5), "a group of one row is not counted"
     b["scores"] = torch.tensor([float("nan")]*6)
     assert batch_shares(b)["equal_groups"] == 0. and batch_shares(b[torch.zeros(6, dtype=torch.bool)]) == {}
+    b["scores"] = torch.tensor([True, True, False, True, True, True])
+    assert batch_shares(b)["equal_groups"] == .5
     assert batch_shares(None) == batch_shares(Batch(tokens=torch.zeros(2, 2, dtype=torch.long))) == {}
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..data.batch import Batch
 from ..engines.phases import PHASES, Recorder, PhaseSpan, lane_here, now
@@ -72,10 +73,12 @@ def batch_shares(
     "Return the share of the groups with one score for all answers, and of the answers that were cut."
     found = dict[str, float]()
     if batch is None or not len(batch): return found
-    if "scores" in batch and "group" in batch and batch.scores.dim() == 1:
-        _, of, sizes = batch.group.unique(return_inverse=True, return_counts=True)
-        least, most = (torch.zeros(len(sizes), dtype=batch.scores.dtype).scatter_reduce(
-            0, of, batch.scores, how, include_self=False) for how in ("amin", "amax"))
+    scores, group = (batch.columns.get(name) for name in ("scores", "group"))
+    on_cpu = all(isinstance(x, Tensor) and x.device.type == "cpu" for x in (scores, group))    # a GPU is not waited for
+    if on_cpu and scores.dim() == 1:
+        _, of, sizes = group.unique(return_inverse=True, return_counts=True)
+        least, most = (torch.zeros(len(sizes)).scatter_reduce(0, of, scores.float(), how, include_self=False)
+                       for how in ("amin", "amax"))
         if several := int((sizes > 1).sum()): found["equal_groups"] = int(((least == most) & (sizes > 1)).sum())/several
     if "finish_reason" in batch:
         found["at_limit"] = sum(x == "max_tokens" for x in batch.finish_reason)/len(batch)
