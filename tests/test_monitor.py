@@ -17,7 +17,7 @@ def write(folder, steps, total=None, first=0, **numbers):
         log.log(dict(reward=i/10, seconds=2., seconds_sample=1.5, seconds_update=.5) | numbers, i)
         answer = dict(prompt="1<2\n=", completion="<script>yes", score=float("nan"))
         if i % 2 == 0: log.table("samples", [dict(step=i) | answer])
-    if total: Path(folder, "config.yaml").write_text(f"lr: 1.0\nsteps: {total}\ngrid:\n  steps: 3\n")
+    if total: Path(folder, "config.yaml").write_text(f"grid:\n  steps: 3\nsteps: {total}\n")
 
 
 def test_a_run_is_read_while_it_is_written(tmp_path):
