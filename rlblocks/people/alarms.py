@@ -155,9 +155,9 @@ def stale_rows(
 def at_limit(
     rows:Sequence[Mapping], # numbers of the steps
 )->str: # "" where all is well
-    "Warn of answers that were cut at max_tokens: a reward that wants their end never comes."
-    found = recent(rows, "at_limit")
-    usual = statistics.median(found) if len(found) == RECENT else 0.
+    "Warn of answers that were cut at max_tokens, and never come to their end. Short ones may be meant to be."
+    found, length = recent(rows, "at_limit"), statistics.median(recent(rows, "length") or [SHORT])
+    usual = statistics.median(found) if len(found) == RECENT and length >= SHORT else 0.
     return f"{usual:.0%} of the answers were cut at their limit: a larger max_tokens?" if usual > .3 else ""
 
 def equal_lengths(
