@@ -2,11 +2,14 @@
 and nbs/map.ipynb all notebooks, by package.
 
     python nbs/make_pages.py
+
+The picture of the map is a stored output. Where its cell has changed, `nbdev-test --save` draws it anew.
 """
 import ast
 import json
 import os
 import re
+import textwrap
 from pathlib import Path
 
 from make_readme import packages
@@ -27,9 +30,25 @@ MAP = """# Map
 
 > All notebooks, by package, in reading order
 
-Made by `nbs/make_pages.py`. Each notebook is the source of the module of its name. A package imports only from packages
-before it; numbers are the reading order. `import rlblocks` loads the packages down to `data`, which need torch, einops
-and jaxtyping; the others are loaded when a name of theirs is first used."""
+Made by `nbs/make_pages.py`. Each notebook is the source of the module of its name; numbers are the reading order.
+A package imports only from packages before it: an arrow is an import, and those that follow from others are left out.
+`import rlblocks` loads the packages down to `data`, which need torch, einops and jaxtyping; the others are loaded when
+a name of theirs is first used."""
+# where each package stands in the picture of the map: those that it imports are below it
+PLACES = dict(people=(3, 10), loops=(3, 9), placement=(3, 8), endpoint=(5, 8), checkpoint=(1.5, 7), environments=(5, 7),
+              graders=(4, 6), rollout=(4, 5), samplers=(4, 4), models=(3, 3), losses=(1, 2), engines=(4, 2),
+              signals=(1, 1), testing=(2.4, 1), data=(4, 1), arithmetic=(2.4, 0))
+FRAMES = [("functions on tensors", PURE),
+          ("from prompts to rewards", ("samplers", "rollout", "graders", "environments", "endpoint"))]
+CELL = '''#| echo: false
+import matplotlib.pyplot as plt
+from diagram import diagram
+from make_pages import FRAMES, PLACES
+
+plt.style.use("rlblocks.plots")
+imports = """
+{}"""
+diagram(PLACES, [arrow.split("→") for arrow in imports.split()], size=(7.5, 6), frames=FRAMES)'''
 PAGES = ("tour your_loop commands blocks which_loss conventions sampling media agents rewards distillation layouts "
          "clusters inside guarantees gpu").split()
 
@@ -124,9 +143,35 @@ def described(path):
     return f"* [{title}]({os.path.relpath(path, ROOT/'nbs')}): {about}"
 
 
+def imports():
+    "{package: the packages that its modules import}. People run loops by name, and loops import what is public."
+    found = {name: set() for name in PLACES} | dict(people={"loops"}, loops={"placement"})
+    for name in found:
+        for path in (ROOT/"rlblocks"/name).glob("*.py"):
+            modules = re.findall(r"(?m)^ *from (?:\.\.|rlblocks\.)(\w+)", path.read_text(encoding="utf-8"))
+            found[name] |= {m for m in modules if m in found and m != name}
+    return found
+
+
+def reached(name, of):
+    "What a package imports, and what that imports."
+    return of[name].union(*(reached(m, of) for m in of[name]))
+
+
+def picture():
+    "Code that draws the packages, with an arrow to each import that is not reached through another one."
+    of = imports()
+    arrows = [(name, m) for name in PLACES for m in sorted(of[name])
+              if not any(m in reached(other, of) for other in of[name])]
+    assert all(PLACES[a][1] > PLACES[b][1] for a, b in arrows), "an import points upwards"
+    words = textwrap.fill(" ".join(f"{a}→{b}" for a, b in arrows), 110, initial_indent=" "*4, subsequent_indent=" "*4)
+    return CELL.format(words)
+
+
 def render_map():
     "The notebook of all notebooks, as text."
-    cells = [MAP, "\n".join(["## Pages", "", *(described(ROOT/f"nbs/{name}.ipynb") for name in PAGES)])]
+    cells = [MAP, code(picture(), ROOT/"nbs/map.ipynb"),
+             "\n".join(["## Pages", "", *(described(ROOT/f"nbs/{name}.ipynb") for name in PAGES)])]
     for name, holds in packages():
         books = sorted((ROOT/"nbs"/name).glob("*.ipynb"))
         cells.append("\n".join([f"## `{name}`", "", holds, "", *map(described, books)]))
@@ -135,10 +180,18 @@ def render_map():
                                         *map(described, loops)])])
 
 
-def notebook(texts):
-    "A notebook of Markdown cells, as text."
-    cells = [dict(cell_type="markdown", id=f"{i:08x}", metadata={}, source=text.splitlines(keepends=True))
-             for i, text in enumerate(texts)]
+def code(source, path):
+    "A cell of code with the outputs that it has in the notebook at `path`."
+    stored = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    outputs = next((c["outputs"] for c in stored if c["cell_type"] == "code" and "".join(c["source"]) == source), [])
+    return dict(cell_type="code", execution_count=None, metadata={}, outputs=outputs, source=source)
+
+
+def notebook(cells):
+    "A notebook as text; a cell that is a text is Markdown."
+    cells = [dict(cell_type="markdown", metadata={}, source=c) if isinstance(c, str) else c for c in cells]
+    cells = [dict(sorted((c | dict(id=f"{i:08x}", source=c["source"].splitlines(keepends=True))).items()))
+             for i, c in enumerate(cells)]
     metadata = dict(kernelspec=dict(display_name="python3", language="python", name="python3"))
     return json.dumps(dict(cells=cells, metadata=metadata, nbformat=4, nbformat_minor=5), indent=1,
                       ensure_ascii=False) + "\n"

@@ -103,7 +103,7 @@ def test_the_doctor_without_ray_looks_at_the_sandbox_of_this_machine(capsys, mon
     monkeypatch.setattr(doctor, "lacking", lambda: "no mount (EPERM): it can change files outside")
     assert command_line(["doctor"]) == 1
     *_, sandbox, ray = capsys.readouterr().out.splitlines()
-    assert "this machine    sandbox          partial: no mount" in sandbox and "pip install 'rlblocks[ray]'" in ray
+    assert "this machine    sandbox          partial: no mount" in sandbox and "pip install -e '.[ray]'" in ray
 
 
 @pytest.mark.parametrize("alone", [True, False])

@@ -1076,5 +1076,5 @@ def test_without_its_extra_it_says_what_to_install():
             "sys.modules['uvicorn'] = None\nfrom rlblocks.endpoint.serving import app_of\n"
             "try: app_of(None)\nexcept ImportError as e: print(e)")
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert "Endpoint needs Starlette and uvicorn: pip install 'rlblocks[endpoint]'" in run.stdout, run.stderr[-2000:]
+    assert "Endpoint needs Starlette and uvicorn: pip install -e '.[endpoint]'" in run.stdout, run.stderr[-2000:]
     with pytest.raises(TypeError, match="a Rollout of this process is wanted"): Endpoint("a model")

@@ -550,4 +550,4 @@ def test_a_missing_libaio_is_named_before_anything_is_built(monkeypatch, tmp_pat
 def test_missing_packages_are_named(monkeypatch):
     from rlblocks.engines.zero import build_ops
     monkeypatch.setitem(sys.modules, "deepspeed", None)
-    with pytest.raises(ImportError, match=r"pip install rlblocks\[deepspeed\]"): build_ops(torch.device("cpu"))
+    with pytest.raises(ImportError, match=r"pip install -e .\.\[deepspeed\]"): build_ops(torch.device("cpu"))

@@ -255,7 +255,7 @@ def test_math_reward_wants_an_answer_a_row(math_verify):
 
 def test_math_reward_without_its_extra_names_it(monkeypatch):
     monkeypatch.setattr("rlblocks.graders.maths.find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"pip install rlblocks\[rewards\]"):
+    with pytest.raises(RuntimeError, match=r"pip install -e .\.\[rewards\]"):
         Grader(math_reward).score(rollout(answer=[1, 2, 3]))
 
 
@@ -281,6 +281,13 @@ def test_math_reward_reads_what_stands_behind_the_hashes():
 
 
 # -- what functions log
+
+def test_the_mean_of_a_function_is_over_the_rows_that_it_scored():
+    def never(completions, **_): return [None]*len(completions)
+    def one(completions, **_): return [4.] + [None]*(len(completions) - 1)
+    with pytest.warns(UserWarning, match="never scored none"): found = Grader([never, one]).grade(rollout())["metrics"]
+    assert {k: float(x) for k, x in found.items()} == {"rewards/one": 4.}
+
 
 @pytest.mark.parametrize("deadline", [None, 60.])
 @pytest.mark.parametrize("late", [False, True])

@@ -150,6 +150,20 @@ def test_a_notebook_runs(path, tmp_path): check(path, tmp_path, partial(forked, 
 def test_a_notebook_runs_under_the_type_checker(path, tmp_path, typed): check(path, tmp_path, typed)
 
 
+@pytest.mark.long
+@paths([p for p in NOTEBOOKS if str(p) not in LONG])
+def test_a_notebook_runs_twice_in_one_kernel(path, monkeypatch):
+    "As a reader does who chooses \"Run all cells\" again."
+    import nbformat
+    from nbclient import NotebookClient
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    nb = nbformat.read(ROOT/path, as_version=4)
+    nb.cells = 2*[nbformat.v4.new_code_cell(c.source) for c in nb.cells
+                  if c.cell_type == "code" and not re.search(r"#\| *eval: *false", c.source)]
+    NotebookClient(nb, timeout=LIMIT, kernel_name="python3",
+                   resources=dict(metadata=dict(path=str((ROOT/path).parent)))).execute()
+
+
 def check(path, folder, run):
     "It ends well, and says what it stores."
     said = folder/"said"

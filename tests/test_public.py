@@ -2,6 +2,7 @@
 that fit a page."""
 import ast
 import builtins
+import configparser
 import importlib
 import importlib.util
 import inspect
@@ -359,7 +360,17 @@ def test_a_cluster_without_ray_says_what_to_install():
     code = ("import sys; sys.modules['ray'] = None\nfrom rlblocks import Cluster, RayPool\n"
             "try: RayPool(2, cluster=Cluster(ready=1.))\nexcept ImportError as e: print(e)")
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert "RayPool needs Ray: pip install 'rlblocks[ray]'" in run.stdout, run.stderr[-2000:]
+    assert "RayPool needs Ray: pip install -e '.[ray]'" in run.stdout, run.stderr[-2000:]
+
+
+def test_what_a_message_tells_to_install_can_be_installed():
+    "rlblocks is in no package index: extras are installed in the clone."
+    texts = {p.name: p.read_text(encoding="utf-8") for p in (ROOT/"rlblocks").rglob("*.py")}
+    settings = configparser.ConfigParser(delimiters="=")
+    settings.read(ROOT/"settings.ini")
+    named = {x for text in texts.values() for found in re.findall(r"'\.\[([\w,-]+)\]'", text) for x in found.split(",")}
+    assert {"ray", "notebook"} <= named <= {*settings["extras"]}
+    assert not [name for name, text in texts.items() if re.search(r"pip install '?rlblocks", text)]
 
 
 def test_contributing_names_what_is_there():

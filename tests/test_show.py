@@ -223,7 +223,15 @@ def test_before_and_after():
     text = "".join(page(show(before, after, rows=2)).text)
     assert "cd" in text and "ij" in text and "gh" not in text and text.count("What?") == 1     # one prompt, of group 0
     assert text.index("cd") < text.index("after", text.index("cd")) < text.index("ij")
-    with pytest.raises(ValueError, match="two batches"): show(before, after, ref=object())
+
+
+def test_before_and_after_have_the_gradient_at_their_own_columns():
+    both = [answers("ab", "cd", group=torch.tensor([0, 0]), old_logprobs=torch.full((2, 7), x)) for x in (-1., -2.)]
+    def loss(out, b): return (out.logprobs**2*b.mask).sum()/2, {}
+    drawing = show(*both, loss=loss)
+    for side, batch in zip(drawing.sides, both, strict=True):
+        assert_close(side.numbers["gradient"], torch.where(batch.mask, batch.old_logprobs, 0.)[side.rows])
+    assert [repr(drawing).count(x) for x in ("before: 2 rows", "after: 2 rows", "loss 2 ", "loss 8 ")] == [1]*4
 
 
 def test_tools_turns_and_ends():
@@ -234,10 +242,27 @@ def test_tools_turns_and_ends():
     assert len(bars) == 1 and len(found.spans()) == 10 and "⟦<tool>⟧" in repr(show(batch))
     text = "".join(found.text)
     assert "max_tokens" in text and "completed" not in text and "version 4" in text
+    assert "turn 0 call<tool>turn 1 done" in text and "turn 0 no" not in text
+    batch["turn"] = torch.where(batch.mask, 0, -1) + 3*(torch.arange(batch.width) > 8)*batch.mask     # the row's own
+    assert "turn 0 call<tool>turn 3 done" in "".join(page(show(batch)).text)
     # an answer of temperature 0 has no True in its mask
     greedy = answers("told", prompt_lengths=torch.tensor([5]))
     greedy["mask"] = torch.zeros_like(greedy.mask)
     assert "told" in "".join(page(show(greedy)).text) and not page(show(greedy)).spans()
+
+
+def test_duplicates_are_counted_once_a_group():
+    again = torch.tensor([False, True, True, False, False, False])
+    batch = answers(*"aaabcd", group=torch.tensor([0]*4 + [1]*2), duplicate=again)
+    for text in ("".join(page(show(batch)).text), repr(show(batch))):
+        assert text.count("2 of 4 answers repeat another") == 1 == text.count("repeat") and "duplicate" not in text
+
+
+def test_a_score_that_is_missing_is_in_no_mean():
+    batch = answers("a", "b", "c", group=torch.tensor([0, 0, 0]))
+    batch.set("scores", torch.tensor([[torch.nan, 2.], [0., 1.], [torch.nan, torch.nan]]), per="row")
+    drawing = show(batch)
+    assert drawing.rows == [0, 1, 2] and "score 1.25 (0.5" in repr(drawing) and ", 1 not finite" in repr(drawing)
 
 
 def test_without_a_tokenizer():

@@ -1,6 +1,7 @@
 """`watch` (nbs/people/09_watch): the numbers of a run left alone, interrupts, sliders, notebooks, terminals."""
 import asyncio
 import gc
+import io
 import json
 import os
 import signal
@@ -262,6 +263,12 @@ def test_widgets_are_of_the_numbers_kind_and_a_number_outside_the_range_stays():
     made.follow(dict(n=2.5, coef=9.))
     assert len(asked) == 1 and made.sliders["coef"].value == 0
     made.close()
+    late = Controls(run, dict(n=(1, 8)), dict(n=None))      # a loop that has not begun
+    assert len(late.box.children) == 2
+    late.follow(dict(n=2))
+    late.box.children[2].value = 4
+    assert asked[-1] == dict(n=4) and type(asked[-1]["n"]) is int
+    late.close()
 
 
 def test_without_ipywidgets_a_page_says_how_they_are_installed(monkeypatch):
@@ -293,30 +300,26 @@ def test_a_slider_sets_the_state_of_ppo():
     assert w.rows[0]["clip"] == .2 and w.loss.__name__ == "policy_loss"
 
 
-def test_what_no_slider_can_set_is_refused_before_the_first_step():
-    for name in ("lr", "nope", "steps"):
-        with pytest.raises(ValueError, match=f"watch: no slider can set {name}.*these can be set: kl_coef"):
-            watch(loop(), sliders={name: (0, 1)})
+def test_what_no_slider_can_set_is_told_after_the_first_step():
+    def stateful():
+        state = dict(a=1., rows=[])
+        for step in range(3): yield dict(step=step, b="b", a=state["a"], n=len(state["rows"]))
+    for run, names, known in ((loop, ("lr", "nope", "steps"), "kl_coef"), (stateful, ("b", "rows"), "a")):
+        for name in names:
+            w = watch(run(), sliders={name: (0, 1)})
+            with pytest.raises(ValueError, match=f"no slider can set {name}: .*these can be set: {known}"): list(w)
+            assert len(w.rows) == 1 and w.state == "stopped"
+    run = ppo(here, prompts(), reward, model=model(), tokenizer=tokenizer(), steps=2, prompts=2, group_size=2,
+              max_tokens=3)
     with pytest.raises(ValueError, match="these can be set: clip, kl_coef, value_clip"):
-        watch(ppo(here, prompts(), reward, model=model()), sliders=dict(lr=(0, 1)))
-
-
-def test_a_key_that_the_state_does_not_have_is_told_after_the_first_step():
-    def run():
-        state = dict(a=1.)
-        for step in range(3): yield dict(step=step, b="b", a=state["a"])
-    w = watch(run(), sliders=dict(b=(0, 1)))
-    with pytest.raises(ValueError, match="no slider can set b: .*these can be set: a"): list(w)
-    assert len(w.rows) == 1
+        list(watch(run, sliders=dict(lr=(0, 1))))
 
 
 def test_a_loop_inside_another_is_reached():
     def outer(): yield from loop()
-    run = outer()
-    next(run)
-    w = watch(run, sliders=dict(kl_coef=(0, 1)))
-    w.set(kl_coef=.1)
-    assert next(iter(w))["used"] == .1 and w.total == 6
+    w = watch(outer(), sliders=dict(kl_coef=(0, 1)))
+    w.set(kl_coef=.1)                           # before it has begun: for its second step
+    assert [m["used"] for m in w] == [.5] + [.1]*5 and w.total == 6
 
 
 # -- alarms
@@ -332,11 +335,16 @@ def test_alarms_are_silent_where_a_run_is_well():
         "nothing was learned in some minibatches of 1 of the last 3 steps")
 
 
+def test_a_key_that_no_step_has_is_named_until_it_comes():
+    w = watch((dict(step=i, reward=1.) | (dict(held_out=.5) if i == 2 else {}) for i in range(4)), keys=["held_out"])
+    said = [(w.alarms(), "no step has" in page_html(w)) for _ in w]
+    assert said == [(["no step has 'held_out'; there are step, reward"], True)]*2 + [([], False)]*2
+
+
 def test_a_terminal_prints_an_alarm_once_and_no_oftener_than_asked(monkeypatch):
-    import io
     monkeypatch.setattr(sys, "stderr", said := io.StringIO())
     looks, judged = [], displays.named_alarms
-    monkeypatch.setattr(displays, "named_alarms", lambda rows: (looks.append(len(rows)), judged(rows))[1])
+    monkeypatch.setattr(displays, "named_alarms", lambda rows, keys: (looks.append(len(rows)), judged(rows, keys))[1])
     monkeypatch.setattr(sys.modules["rlblocks.people.watch"], "display_for", displays.TerminalDisplay)
     for every in (0, 100):
         looks.clear()
@@ -386,9 +394,12 @@ def test_a_spike_of_one_step_is_drawn_and_no_nan():
 
 def test_equal_rows_give_equal_pictures_whatever_style_the_reader_has():
     import matplotlib
+    from PIL import Image
     first = Curves({"": plain(loop())}).png()
     with matplotlib.rc_context({"figure.facecolor": "black", "font.size": 30}):
         assert Curves({"": plain(loop())}).png() == first
+    alpha = Image.open(io.BytesIO(first)).convert("RGBA").getchannel("A")
+    assert alpha.histogram()[0] > .8*alpha.width*alpha.height, "a page's own background, light or dark, is behind it"
 
 
 def test_runs_are_compared_from_folders_lists_and_what_was_watched(tmp_path):
@@ -402,6 +413,8 @@ def test_runs_are_compared_from_folders_lists_and_what_was_watched(tmp_path):
     assert drawn.runs[str(tmp_path/"a")] == drawn.runs["run 2"] == drawn.runs["run 3"] == plain(loop())
     assert drawn.png(tmp_path/"both.png").read_bytes() == drawn.png() and "used 0.1" in repr(drawn)
     with pytest.raises(ValueError, match="watch.compare: .*has no steps"): watch.compare(tmp_path)
+    with pytest.raises(ValueError, match="watch.compare: no step has 'rewards'; there are step, reward, kl, used; "):
+        watch.compare(w, keys=["kl", "rewards"])
 
 
 # -- notebooks and terminals

@@ -121,7 +121,7 @@ def _of_deepspeed(folder:Path)->Stored:
     ValueError for what would run code, FileNotFoundError without a model's file."""
     try: from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
     except ImportError as e:
-        raise ImportError("convert: DeepSpeed reads its checkpoints: pip install rlblocks[deepspeed]") from e
+        raise ImportError("convert: DeepSpeed reads its checkpoints: pip install -e '.[deepspeed]' in the clone") from e
     run, tag = folder.parent, folder.name
     if (folder/"latest").is_file(): run, tag = folder, _tag_of(folder)
     files = sorted((run/tag).glob("*.pt"))

@@ -163,7 +163,7 @@ class Drawing:
         "Choose the colours. ValueError for a number that is not there."
         self.sides, known = list(sides), list(dict.fromkeys(k for s in sides for k in s.numbers))
         if by is not None and by not in known:
-            raise ValueError(f"show: by={by!r} is no number of a token; there are {listed(by, known)}")
+            raise ValueError(f"show: by={by!r} is no number of a token; there are {listed(by, known) or 'none'}")
         names = dict.fromkeys(k for s in sides for k in offered(s.numbers))
         same = {k: constant_of([(s.numbers.get(k), s.mask) for s in sides]) for k in names if k not in (by, "gradient")}
         self.constants = {k: x for k, x in same.items() if x}
@@ -188,11 +188,12 @@ class Drawing:
         for side in self.sides:
             verdicts = side.verdicts()
             lines.append(side.about())
-            for places, _ in side.prompts().values():
+            for places, more in side.prompts().values():
                 lines.append(one_line(side.prompt(places[0]), 110))
                 for i in places:
                     end = f"  [{', '.join(remarks)}]" if (remarks := side.remarks(i)) else ""
                     lines.append(f"  {verdicts[i]} │ {one_line(side.answer(i), 95 - len(end))}{end}")
+                lines += [f"  {said}" for said in side.group_remarks(places, more)]
         return "\n".join(lines)
 
     def _repr_html_(self)->str: return self.fragment()
@@ -242,7 +243,8 @@ class Drawing:
             columns = []
             for s, known, verdict in zip(self.sides, answers, verdicts, strict=True):
                 places, more = known.get(key, ([], 0))
-                columns.append("".join(self._row(s, i, verdict[i], shared) for i in places) + left_out(more))
+                drawn = "".join(self._row(s, i, verdict[i], shared) for i in places)
+                columns.append(drawn + below(s.group_remarks(places, more)))
             if len(columns) == 1: yield f'<div class="g">{columns[0]}</div>'
             else: yield '<div style="display:flex">' + "".join(
                 f'<div style="flex:1 1 50%"><small>{escaped(s.name)}</small>{x}</div>'
@@ -263,12 +265,15 @@ class Drawing:
         folds = end - start > self.share
         a, b = (start + self.share*2//3, end - self.share//3) if folds else (end, end)
         texts = side.texts(i, start, a) | (side.texts(i, b, end) if folds else {})
-        for s in side.spans(i):
+        spans = side.spans(i)
+        several = len({s.turn for s in spans if s.turn >= 0}) > 1
+        for s in spans:
             drawn = [self._fold(side, i, a, b)] if folds and s.start <= a < s.end else []
             before, behind = ([self._token(side, i, t, texts[t]) for t in range(*part)]
                               for part in ((s.start, min(s.end, a)), (max(s.start, b), s.end)))
             text = "".join([*before, *drawn, *behind])
-            if s.own or not text: yield text
+            if s.turn >= 0 or not text:
+                yield f'<small style="color:#777">turn {s.turn} </small>{text}' if several and text else text
             else: yield f'<div style="border-left:3px solid #bbb;padding-left:.6em;color:#777">{text}</div>'
 
     def _fold(self, side, i, a, b):
@@ -315,9 +320,9 @@ def drawn_prompt(text:str, most:int=500)->str: # HTML
     return (f"<details><summary>prompt of {len(text):,} characters: … {escaped(text[-most//2:])}</summary>"
             f"{escaped(within(text, _TEXT))}</details>")
 
-def left_out(n:int)->str: # HTML
-    "Say how many rows of a group are not drawn."
-    return f'<div style="color:#777">… {n:,} rows between the best and the worst are left out</div>' if n else ""
+def below(lines:Sequence[str])->str: # HTML
+    "Write what is said about a group below its rows."
+    return "".join(f'<div style="color:#777">{escaped(x)}</div>' for x in lines)
 
 def within(text:str, most:int)->str:
     "Return a text, or the beginning of a longer one."

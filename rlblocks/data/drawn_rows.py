@@ -47,12 +47,12 @@ def without_runs(text:str)->str:
 VERDICTS = ("scores", "reward", "chosen", "desirable")     # columns that say how good a row is, in this order
 
 def verdict_of(batch)->tuple[str, Tensor]|None: # (its name, `[B]`); None without any
-    "Return the column that says how good each row is; of several scores a row, their mean."
+    "Return the column that says how good each row is; of several scores a row, the mean of those that there are."
     for name in VERDICTS:
         x = batch.columns.get(name)
         if not isinstance(x, Tensor) or x.dim() not in (1, 2): continue
         x = x.detach().float().cpu()
-        return name, x if x.dim() == 1 else x.mean(1)
+        return name, x if x.dim() == 1 else x.nanmean(1)
     return None
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def histogram(
     "Draw a histogram as a line of text. What is not finite is left out, and counted."
     x = x.detach().flatten().double().cpu()
     real = x[x.isfinite()]
-    odd = f" and {len(x) - len(real)} not finite" if len(real) < len(x) else ""
+    odd = f", {len(x) - len(real)} not finite" if len(real) < len(x) else ""
     if not len(real): return f"none{odd}"
     low, high = real.min().item(), real.max().item()
     if low == high: return f"all {low:.4g}{odd}"
@@ -139,22 +139,22 @@ def offered(numbers:Mapping[str, Tensor])->list[str]:
 # %% ../../nbs/data/20_drawn_rows.ipynb #42e7dc9e
 @dataclass(frozen=True)
 class Span:
-    "Tokens one behind the other that the policy wrote, or that somebody else did."
+    "Tokens one behind the other that the policy wrote in one turn, or that somebody else did."
     start:int
     end:int
-    own:bool # the policy's
+    turn:int # of the policy, from 0; −1: somebody else's
 
 def spans_of(
-    sampled:Sequence[bool], # for each token of a row, whether the policy wrote it
+    turns:Sequence[int], # for each token of a row, the turn in which the policy wrote it; −1: it did not
     start:int, # first token behind the prompt
 )->list[Span]:
-    "Cut an answer where another begins to speak. An answer without any sampled token is one span."
-    flags = list(sampled[start:])
-    if not any(flags): return [Span(start, len(sampled), True)] if flags else []
+    "Cut an answer where a turn begins or ends. An answer without any sampled token is one span."
+    answer = list(turns[start:])
+    if max(answer, default=0) < 0: return [Span(start, len(turns), 0)]
     made, at = [], start
-    for flag, run in groupby(flags):
+    for turn, run in groupby(answer):
         end = at + len(list(run))
-        made.append(Span(at, end, flag))
+        made.append(Span(at, end, turn))
         at = end
     return made
 
@@ -198,8 +198,11 @@ class DrawnRows:
         self.ids = [x[:n] for x, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
         self.mask = c.get("mask", torch.zeros(tokens.shape, dtype=torch.bool))
         turn = c.get("turn")
-        self.sampled = self.mask if turn is None or turn.shape != tokens.shape else self.mask | (turn >= 0)
-        first = torch.where(self.sampled.any(1), self.sampled.int().argmax(1), lengths)
+        if turn is None or turn.shape != tokens.shape:      # a turn begins where a sampled token has none before it
+            turn = torch.where(self.mask, (self.mask & ~self.mask.roll(1, 1)).cumsum(1) - 1, -1)
+        sampled = self.mask | (turn >= 0)
+        self.turns = torch.where(sampled, turn.clamp(min=0), -1)
+        first = torch.where(sampled.any(1), sampled.int().argmax(1), lengths)
         self.starts = c.get("prompt_lengths", first).tolist()
 
     def __len__(self): return len(self.rows)
@@ -238,12 +241,12 @@ class DrawnRows:
     def answer(self, i:int)->str:
         "Return the answer of a row as text; what the policy did not write stands in brackets."
         if not self.draws_tokens: return str(self.lists.get("completion", [""]*len(self))[i])
-        texts = [(self.decode(self.ids[i][s.start:s.end]), s.own) for s in self.spans(i)]
-        return "".join(text if own else f" ⟦{text}⟧ " for text, own in texts)
+        texts = [(self.decode(self.ids[i][s.start:s.end]), s.turn) for s in self.spans(i)]
+        return "".join(text if turn >= 0 else f" ⟦{text}⟧ " for text, turn in texts)
 
     def spans(self, i:int)->list[Span]:
-        "Cut the answer of a row where another begins to speak."
-        return spans_of(self.sampled[i, :len(self.ids[i])].tolist(), self.starts[i])
+        "Cut the answer of a row where a turn begins or ends."
+        return spans_of(self.turns[i, :len(self.ids[i])].tolist(), self.starts[i])
 
     def texts(self, i:int, start:int, end:int)->dict[int, str]: # by place
         "Return the text of each token."
@@ -279,8 +282,16 @@ class DrawnRows:
         if end not in (None, "completed", "stop"): said.append(str(end))
         if version is not None and version.dim() == 1 and len(version.unique()) > 1:
             said.append(f"version {version[i]}")
-        if "duplicate" in self.tensors and bool(self.tensors["duplicate"][i]): said.append("duplicate")
         return said
+
+    def group_remarks(self,
+        places:Sequence[int], # rows of a prompt, among those that are drawn
+        left_out:int,         # rows of their group that are not
+    )->list[str]: # a line each
+        "Say how many rows of a group are not drawn, and how many of those that are repeat an earlier one."
+        said = [f"… {left_out:,} rows between the best and the worst are left out"] if left_out else []
+        again = int(self.tensors["duplicate"][list(places)].sum()) if "duplicate" in self.tensors else 0
+        return said + [f"{again} of {len(places)} answers repeat another"]*bool(again)
 
     def about(self)->str:
         "Say in a line what rows there are."

@@ -129,7 +129,7 @@ def qwen_vl_utils()->Any:
     try: return import_module("qwen_vl_utils.vision_process")
     except ImportError as e:
         raise ImportError(f"{', '.join(SIZES)} beside a medium are read by qwen-vl-utils: "
-                          "pip install rlblocks[vision,video]") from e
+                          "pip install -e '.[vision,video]' in the clone") from e
 
 def sizes_in(options:Mapping)->dict[str, Any]:
     "Return the options that choose a size."
@@ -176,7 +176,8 @@ def _image(x, options, _, patch_size)->Any:
 def _audio(x, options, sampling_rate, _):
     if not isinstance(x, bytes): return x
     try: import soundfile
-    except ImportError as e: raise ImportError("audio files need soundfile: pip install rlblocks[audio]") from e
+    except ImportError as e:
+        raise ImportError("audio files need soundfile: pip install -e '.[audio]' in the clone") from e
     samples, rate = soundfile.read(io.BytesIO(x), dtype="float32", always_2d=True)
     return resampled(samples.mean(1), rate, sampling_rate)
 
@@ -186,7 +187,7 @@ def resampled(samples:Any, rate:int|None, wanted:int|None)->Any:
     try: import soxr
     except ImportError as e:
         raise ImportError(f"audio at {rate} Hz is resampled to the model's {wanted} by soxr: "
-                          "pip install rlblocks[audio]") from e
+                          "pip install -e '.[audio]' in the clone") from e
     import numpy as np
     return soxr.resample(np.asarray(samples, np.float32), rate, wanted)
 
@@ -235,7 +236,7 @@ def _array_frames(x, options)->tuple[Any, dict[str, Any]]:
 def _frames(x, options)->tuple[Any, dict[str, Any]]:
     "Decode the chosen frames of a file, and no more of them than that at a time."
     try: import av
-    except ImportError as e: raise ImportError("video files need av: pip install rlblocks[video]") from e
+    except ImportError as e: raise ImportError("video files need av: pip install -e '.[video]' in the clone") from e
     import numpy as np
     with cast(Any, av.open(io.BytesIO(x))) as file:
         stream = file.streams.video[0]

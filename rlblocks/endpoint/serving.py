@@ -98,7 +98,7 @@ def app_of(
         from starlette.middleware.trustedhost import TrustedHostMiddleware
         from starlette.routing import Route
     except ImportError:
-        raise ImportError("Endpoint needs Starlette and uvicorn: pip install 'rlblocks[endpoint]'") from None
+        raise ImportError("Endpoint needs Starlette and uvicorn: pip install -e '.[endpoint]' in the clone") from None
     routes = []
     for path, form in {"chat/completions": CHAT, "responses": RESPONSES, "messages": MESSAGES}.items():
         async def answer(request, form=form): return await respond(state, form, request)

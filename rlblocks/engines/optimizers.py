@@ -183,7 +183,7 @@ def adamw(
 def _adamw_8bit(params, *, weight_decay, no_decay, **options):
     try: import bitsandbytes as bnb
     except ImportError as e:
-        raise ImportError("adamw_8bit: bitsandbytes is not installed; pip install rlblocks[peft]") from e
+        raise ImportError("adamw_8bit: bitsandbytes is not installed; pip install -e '.[peft]' in the clone") from e
     params = list(params)
     groups = decay_groups(params, weight_decay=weight_decay, no_decay=no_decay)
     problem = next((type(p.data).__name__ for _, p in _named(params) if type(p.data) is not Tensor), None)

@@ -40,7 +40,8 @@ def import_deepspeed(device:torch.device)->ModuleType:
     os.environ.setdefault("LOCAL_RANK", str(device.index or 0))
     try: import deepspeed
     except ImportError as e:
-        raise ImportError('engine="zero1", "zero2", "zero3" need DeepSpeed: pip install rlblocks[deepspeed]') from e
+        raise ImportError("engine='zero1', 'zero2', 'zero3' need DeepSpeed: pip install -e "
+                          "'.[deepspeed]' in the clone") from e
     deepspeed.utils.logging.logger.setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     old = r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
@@ -102,7 +103,7 @@ def _check_tools(builder)->None:
     has_ninja = shutil.which("ninja") or importlib.util.find_spec("ninja")
     if shutil.which(os.environ.get("CXX", "c++")) is None or not has_ninja:
         raise ImportError(f'engine="zero…": {builder.NAME} must be compiled, with a C++ compiler and ninja: apt '
-                          "install g++, pip install rlblocks[deepspeed]")
+                          "install g++, pip install -e '.[deepspeed]' in the clone")
     if builder.NAME == "async_io" and not builder.is_compatible():
         raise ImportError('offload="nvme" needs libaio with its headers: apt install libaio-dev (without root: '
                           "unpack the packages libaio-dev and libaio1 anywhere, and set CFLAGS=-I…/include, "

@@ -207,11 +207,11 @@ def metrics_of(
     scores:dict[str, Tensor],           # by function
     failures:dict[str, list[Failure]],  # by function
 )->dict[str, Metric]:
-    "The mean of each function, and the share of its rows that failed, by kind."
+    "The mean of each function that scored a row, and the share of its rows that failed, by kind."
     found:dict[str, Metric] = {}
     for k, x in scores.items():
         known = x[~x.isnan()].double()
-        found[f"rewards/{k}"] = Mean(float(known.sum()), len(known))
+        if len(known): found[f"rewards/{k}"] = Mean(float(known.sum()), len(known))
     failed = Counter(f.kind for of in failures.values() for f in of)
     n = sum(len(scores[k]) for k in failures)
     for k, x in failed.items(): found[f"failures/{k}"] = Mean(x, n)

@@ -21,7 +21,7 @@ def math_reward(
 )->list[float|None]:       # 1.0 equal, 0.0 not, None where the gold cannot be parsed
     "1 where an answer equals the gold answer as mathematics, decided within 5 seconds. Needs the extra `rewards`."
     if find_spec("math_verify") is None:
-        raise ImportError("math_reward: math-verify is not installed; pip install rlblocks[rewards]")
+        raise ImportError("math_reward: math-verify is not installed; pip install -e '.[rewards]' in the clone")
     if len(answer) != len(completions):
         raise ValueError(f"math_reward: {len(answer)} answers for {len(completions)} completions")
     work = [_as_math(str(a)) for a in answer], [_stated(c) for c in completions]

@@ -45,7 +45,7 @@ def http(token:str|None):
     "An asynchronous client. ImportError where there is none."
     try: import httpx2
     except ImportError:
-        raise ImportError("RemoteReward: httpx2 is not installed; pip install 'rlblocks[server]'") from None
+        raise ImportError("RemoteReward: httpx2 is not installed; pip install -e '.[server]' in the clone") from None
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     return httpx2.AsyncClient(timeout=None, headers=headers, trust_env=False,
                               limits=httpx2.Limits(max_connections=None))

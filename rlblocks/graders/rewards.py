@@ -48,7 +48,7 @@ def json_reward(
     "1 where a completion is JSON that fits the schema; a fence of three backticks around it is no error."
     try: from jsonschema import Draft202012Validator
     except ImportError:
-        raise ImportError("json_reward: jsonschema is not installed; pip install rlblocks[rewards]") from None
+        raise ImportError("json_reward needs jsonschema: pip install -e '.[rewards]' in the clone") from None
     Draft202012Validator.check_schema(schema)
     check = Draft202012Validator(schema)
     def fits(completions, **_): return [float(_fits(check, c)) for c in completions]

@@ -166,7 +166,7 @@ def reward_app(
     "An application that answers what `fn` says. ImportError where FastAPI is not installed."
     try: from fastapi import FastAPI, Request
     except ImportError:
-        raise ImportError("reward_app: FastAPI is not installed; pip install 'rlblocks[server]'") from None
+        raise ImportError("reward_app: FastAPI is not installed; pip install -e '.[server]' in the clone") from None
     from contextlib import asynccontextmanager
     from fastapi.responses import JSONResponse
     batcher = Batcher(fn, rows, float(wait), kept, deadline)

@@ -49,7 +49,7 @@ def peft_()->ModuleType:
     "The package. ImportError names the extra."
     logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(_not_a_kernel)       # peft imports it where it can
     try: import peft
-    except ImportError as e: raise ImportError("lora= needs peft: pip install rlblocks[peft]") from e
+    except ImportError as e: raise ImportError("lora= needs peft: pip install -e '.[peft]' in the clone") from e
     return peft
 
 def lora_config(

@@ -279,7 +279,8 @@ def load_quantized(model:str|Path, quantization:object, *, attention:str|None=No
     `device`: None = CUDA when there is one."""
     _check_quantization(quantization)
     try: import bitsandbytes as bitsandbytes
-    except ImportError as e: raise ImportError("quantization= needs bitsandbytes: pip install rlblocks[peft]") from e
+    except ImportError as e:
+        raise ImportError("quantization= needs bitsandbytes: pip install -e '.[peft]' in the clone") from e
     from transformers import AutoModelForCausalLM
     config = config_of(model, also="")
     refuse_encoder_decoder(config, model)

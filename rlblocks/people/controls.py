@@ -33,16 +33,17 @@ class Controls:
         sliders:Mapping[str, tuple[float|int, float|int]], # name → its range
         values:Mapping[str, float|int|None],               # name → where it is
     ):
-        "Make the widgets. Nothing is shown."
+        "Make the buttons, and the sliders of the numbers that are known. Nothing is shown."
         import ipywidgets as w
         pause = w.ToggleButton(description="pause", icon="pause", layout=w.Layout(width="90px"))
         stop = w.Button(description="stop after this step", icon="stop", layout=w.Layout(width="170px"))
         pause.observe(lambda change: setattr(run, "paused", change["new"]), "value")
         stop.on_click(lambda _: (run.stop(), setattr(stop, "description", "stopping …")))
-        self.sliders = {name: _slider(run, name, *ends, values.get(name)) for name, ends in sliders.items()}
-        self.box = w.HBox([pause, stop, *self.sliders.values()], layout=w.Layout(flex_flow="row wrap"))
+        self.run, self.ranges, self.sliders = run, sliders, {}
+        self.box = w.HBox([pause, stop], layout=w.Layout(flex_flow="row wrap"))
         self.pause, self.stack, self.poll = pause, ExitStack(), lambda n: None
-        for widget in (pause, stop, *self.sliders.values()): _answered_by_its_sender(widget)
+        for widget in (pause, stop): _answered_by_its_sender(widget)
+        self.follow(values)
         if _is_old():
             from jupyter_ui_poll import ui_events        # pyright: ignore[reportMissingImports]
             self.poll = self.stack.enter_context(ui_events())
@@ -54,11 +55,15 @@ class Controls:
     def follow(self,
         values:Mapping[str, float|int|None], # name → its number now
     ):
-        "Move sliders to where the numbers are, which code may have set too."
+        "Make the sliders of numbers that are there now, and move all to where they are: code may have set them too."
         for name, value in values.items():
+            if value is None: continue          # the loop has not begun
+            if name not in self.sliders:
+                self.sliders[name] = slider = _slider(self.run, name, *self.ranges[name], value)
+                _answered_by_its_sender(slider)
+                self.box.children = (*self.box.children, slider)
             slider = self.sliders[name]         # one that cannot stand there would stand elsewhere, and set that
-            if value is not None and slider.min <= value <= slider.max and type(slider.min)(value) == value:
-                slider.value = value
+            if slider.min <= value <= slider.max and type(slider.min)(value) == value: slider.value = value
 
     def close(self):
         "Remove the widgets, their layouts and styles from the kernel and from the page."
@@ -69,7 +74,7 @@ class Controls:
 
 def _slider(run, name, low, high, value):
     import ipywidgets as w
-    common = dict(value=low if value is None else value, min=low, max=high, description=name, continuous_update=False,
+    common = dict(value=value, min=low, max=high, description=name, continuous_update=False,
                   layout=w.Layout(width="280px"))
     whole = all(isinstance(x, int) for x in (value, low, high))
     made = w.IntSlider(**common) if whole else w.FloatSlider(**common, step=(high - low)/100, readout_format=".3g")

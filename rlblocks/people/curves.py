@@ -241,7 +241,7 @@ def check_png():
         raise ImportError("Curves: a PNG needs matplotlib: pip install -e '.[notebook]' in the clone") from e
 
 def _png(curves):
-    "The panels of `curves` as a PNG on white, three in a row."
+    "The panels of `curves` as a PNG that can be read on white and on black, three in a row."
     check_png()
     import matplotlib.style
     from matplotlib.figure import Figure
@@ -250,7 +250,7 @@ def _png(curves):
     panels = len(names) + bool(phases) or 1
     wide = 2 if panels == 4 else min(panels, 3)
     high = -(-panels//wide)
-    with matplotlib.style.context("default", after_reset=True):         # whatever style the reader's own figures have
+    with matplotlib.style.context(["default", {"text.color": "#7a7a7a"}], after_reset=True):    # no style of the reader
         top, bottom = .25 + .3*(len(curves.runs) > 1), .3 + .2*bool(curves.marks)        # inches
         width, height = 3.1*wide, 1.95*high + top + bottom - .55
         figure = Figure(figsize=(width, height))
@@ -263,9 +263,9 @@ def _png(curves):
             figure.legend(*axes[0].get_legend_handles_labels(), loc="upper left", ncols=4, fontsize=8, frameon=False)
         if curves.marks:
             figure.text(.5, .05/height, _marks_text(curves.marks), fontsize=7.5, ha="center", color=_COLOURS[1])
-        figure.savefig(out := BytesIO(), format="png", dpi=100, metadata=dict(Software=None))
+        figure.savefig(out := BytesIO(), format="png", dpi=100, transparent=True, metadata=dict(Software=None))
     from PIL import Image       # a third of the bytes, with 64 colours
-    Image.open(out).convert("RGB").quantize(64).save(small := BytesIO(), "PNG", optimize=True)
+    Image.open(out).quantize(64).save(small := BytesIO(), "PNG", optimize=True)
     return small.getvalue()
 
 def _draw_number(ax, name, curves):
@@ -292,7 +292,7 @@ def _draw_phases(ax, rows, phases):
 def _dress(ax, title):
     from matplotlib.ticker import MaxNLocator
     ax.set_title(title, fontsize=9, fontweight="bold", loc="left")
-    ax.tick_params(labelsize=7.5, length=2, color="#999999", labelcolor="#555555")
+    ax.tick_params(labelsize=7.5, length=2, color="#999999", labelcolor="#7a7a7a")
     ax.grid(alpha=.25, lw=.6)
     ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     ax.yaxis.set_major_locator(MaxNLocator(4))

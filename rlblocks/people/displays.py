@@ -172,7 +172,7 @@ class TerminalDisplay(NoDisplay):
         self.bar.total = run.total
         self.bar.set_postfix_str(last_numbers(run.numbers, run.keys), refresh=False)
         self.bar.update(run.done - self.bar.n)
-        news = {name: f"⚠ {said}" for name, said in named_alarms(run.numbers).items()}
+        news = {name: f"⚠ {said}" for name, said in named_alarms(run.numbers, run.keys).items()}
         for key, text in (news | {mark: f"step {mark[0]}: {mark[1]}" for mark in run.marks}).items():
             if key not in self.said: self.write(text)
             self.said.add(key)

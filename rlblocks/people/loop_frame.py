@@ -8,8 +8,8 @@ __all__ = ['innermost', 'loop_locals', 'planned_steps', 'loop_batch', 'loop_loss
 
 # %% ../../nbs/people/13_loop_frame.ipynb #3bd6ea7c
 from collections.abc import Callable, Iterator, Mapping
-from inspect import GEN_CREATED, getgeneratorstate, isgenerator, unwrap
-from types import CellType, CodeType, FunctionType, GeneratorType
+from inspect import isgenerator, unwrap
+from types import CellType, FunctionType
 
 from ..data.batch import Batch
 
@@ -60,26 +60,20 @@ def arguments_of(
 
 # %% ../../nbs/people/13_loop_frame.ipynb #96221ae3
 def settable(
-    loop:Iterator[Mapping], # a loop, begun or not
-)->dict[str, float|None]: # name → its number; None where there is none yet
+    loop:Iterator[Mapping], # a loop that stands still
+)->dict[str, float]: # name → its number; {} before the first step
     "Return the numbers that may be set between two steps of a loop."
-    loop = innermost(loop)
-    if not isinstance(loop, GeneratorType): return {}
-    code, own = loop.gi_code, loop_locals(loop)
-    state = own.get("state")
-    if state is None: state = {k: own.get(k) for k in _said(code)} if "state" in _variables(code) else {}
-    begun = getgeneratorstate(loop) != GEN_CREATED
-    free = {name: None if begun and _cell(loop, name) is None else own.get(name)
-            for f in _inner(code) for name in f.co_freevars if name in code.co_cellvars}
-    return {k: x for k, x in sorted((free | dict(state)).items()) if x is None or _is_number(x)}
+    code = getattr(innermost(loop), "gi_code", None)
+    names = {*_state(loop), *(code.co_cellvars if code else ())}
+    return {name: x for name in sorted(names) if (x := read_number(loop, name)) is not None}
 
 def read_number(
     loop:Iterator[Mapping], # a loop that stands still
     name:str,               # of a number that may be set
 )->float|None: # None where there is none yet
     "Return the number that the loop's next step reads."
-    own, cell = loop_locals(loop), _cell(loop, name)
-    if name in _state(own): return own["state"][name]
+    state, cell = _state(loop), _cell(loop, name)
+    if _is_number(state.get(name)): return state[name]
     return None if cell is None else cell.cell_contents
 
 def write_number(
@@ -88,48 +82,32 @@ def write_number(
     value:float|int,        # for the steps to come
 ):
     "Set a number that the loop reads in each step; an int stays one. ValueError where it reads none of this name."
-    own, cell = loop_locals(loop), _cell(loop, name)
+    state, cell = _state(loop), _cell(loop, name)
     if isinstance(read_number(loop, name), int) and value == round(value): value = round(value)
-    if name in _state(own): own["state"][name] = value
+    if _is_number(state.get(name)): state[name] = value
     elif cell is not None: cell.cell_contents = value
     else: raise ValueError(f"watch: the loop reads no number {name!r} between steps; {can_be_set(loop)}")
 
 def can_be_set(
-    loop:Iterator[Mapping], # a loop
+    loop:Iterator[Mapping], # a loop that stands still
 )->str: # for an error
     "Say which numbers of a loop may be set."
-    names = [name for name, x in settable(loop).items() if x is not None]
+    names = [*settable(loop)]
     return (f"these can be set: {', '.join(names)}" if names else "it has none that can be set: an inner function has "
-            "to close over them, or the dict `state` has to hold them (those of a loop inside another are known once "
-            "it has begun)")
-
-def _variables(code:CodeType): return {*code.co_varnames, *code.co_cellvars}
-
-def _inner(code:CodeType):
-    "Code of the functions that may be variables of a loop: through them their cells are reached."
-    return [x for x in code.co_consts if isinstance(x, CodeType) and x.co_name in {*_variables(code), "<lambda>"}]
-
-def _written_in(code:CodeType):
-    "Code of the functions that are written in a loop, however deep."
-    for x in code.co_consts:
-        if isinstance(x, CodeType): yield from (x, *_written_in(x))
-
-def _said(code:CodeType):
-    "Texts in the code of a loop and of its inner functions: keys, among others."
-    for x in code.co_consts:
-        if isinstance(x, str) and x.isidentifier(): yield x
-        elif isinstance(x, CodeType): yield from _said(x)
+            "to close over them, or the dict `state` has to hold them")
 
 def _is_number(x): return isinstance(x, (int, float)) and not isinstance(x, bool)
 
-def _state(own): return own["state"] if isinstance(own.get("state"), dict) else {}
+def _state(loop):
+    state = loop_locals(loop).get("state")
+    return state if isinstance(state, dict) else {}
 
 def _cell(loop, name)->CellType|None:
-    "The cell from which the loop's inner functions read a number. A reward that it was given has cells of its own."
-    inner = innermost(loop)
-    own = {*_written_in(inner.gi_code)} if isinstance(inner, GeneratorType) else ()
+    "The cell of a loop's own number, found by an inner function. A reward that it was given has cells of its own."
+    code = getattr(innermost(loop), "gi_code", None)
+    if code is None or name not in code.co_cellvars: return None
     for f in (unwrap(x) for x in loop_locals(loop).values() if isinstance(x, FunctionType)):
-        if f.__code__ not in own: continue
+        if not f.__qualname__.startswith(f"{code.co_qualname}.<locals>."): continue
         cell = dict(zip(f.__code__.co_freevars, f.__closure__ or (), strict=False)).get(name)
         if cell is not None: return cell if _is_number(_contents(cell)) else None
     return None

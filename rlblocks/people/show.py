@@ -113,28 +113,28 @@ def show(
 
     All numbers of a token stand under the mouse. Green is up and red is down; of ∂loss/∂log π green is what the loss
     pushes up. The gradient is that of one step on the whole batch, so for a loss the policy reads all
-    rows, else the drawn ones."""
+    rows, else the drawn ones. Of two batches each has the numbers of its own columns and of ref=, critic= and loss=."""
+    sides, model = [(batch, picks_of(batch, rows), "")], other
     if isinstance(other, Batch):
-        if any(x is not None for x in (ref, critic, loss)):
-            raise ValueError("show: two batches are drawn with the columns that they have; ref=, critic= and loss= go "
-                             "with one batch and a policy")
-        sides = [(batch, picks_of(batch, rows), "before"), (other, _same_prompts(batch, other, rows), "after")]
-        return Drawing([DrawnRows(b, picks, tokenizer=tokenizer, name=name) for b, picks, name in sides], by=by,
-                       tokens=tokens)
-    if other is not None and not any(can(other, k) for k in ("logprobs", "values", "scores")):
+        sides, model = [(*sides[0][:2], "before"), (other, _same_prompts(batch, other, rows), "after")], None
+    elif other is not None and not any(can(other, k) for k in ("logprobs", "values", "scores")):
         raise TypeError(f"show: a {type(other).__name__} stands behind the batch; a policy, critic, scorer or second "
                         "Batch is wanted there, and a tokenizer as tokenizer=…")
-    if critic is None and not can(other, "logprobs") and can(other, "values"): critic = other
-    picks = picks_of(batch, rows)
+    if critic is None and not can(model, "logprobs") and can(model, "values"): critic = model
+    return Drawing([DrawnRows(b, picks, tokenizer=tokenizer, name=name, **_numbers(b, picks, model, ref, critic, loss))
+                    for b, picks, name in sides], by=by, tokens=tokens)
+
+def _numbers(batch, picks, model, ref, critic, loss)->dict[str, Any]:
+    "Return what models and a loss say of the rows that are drawn, and a note on it, as `DrawnRows` takes them."
     at = torch.tensor([i for p in picks for i in p.rows], dtype=torch.long)
-    computed, note = _computed((batch.drop("unit") if "unit" in batch else batch)[at], other, ref, critic), ""
+    computed, note = _computed((batch.drop("unit") if "unit" in batch else batch)[at], model, ref, critic), ""
     if loss is not None:
         read = batch
         if ref is not None and "ref_logprobs" not in batch:
             read = batch.with_columns(batch.columns | dict(ref_logprobs=ref.logprobs(batch)))
-        gradients, note = _gradients(read, other, critic, loss)
+        gradients, note = _gradients(read, model, critic, loss)
         computed |= {k: x[at] for k, x in gradients.items()}
-    return Drawing([DrawnRows(batch, picks, computed=computed, tokenizer=tokenizer, note=note)], by=by, tokens=tokens)
+    return dict(computed=computed, note=note)
 
 def _computed(rows, model, ref, critic):
     "Ask the models for their numbers."

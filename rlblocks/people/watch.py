@@ -14,15 +14,13 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import GEN_CREATED, getgeneratorstate, isgenerator
 from pathlib import Path
 
 from ..data.batch import Batch
-from .alarms import alarms
+from .alarms import alarms, missing_numbers
 from .curves import Curves, last_numbers, row_numbers, step_of
 from .displays import display_for
-from .loop_frame import (
-    can_be_set, innermost, loop_batch, loop_loss, planned_steps, read_number, settable, write_number)
+from .loop_frame import can_be_set, loop_batch, loop_loss, planned_steps, settable, write_number
 
 # %% ../../nbs/people/09_watch.ipynb #613a0eee
 @contextmanager
@@ -61,7 +59,7 @@ class watch:
         total:int|None=None,                 # steps of the run; None: the loop's own argument `steps`
         every:float|int=.3,                  # seconds between two drawings at least
     ):
-        "Take a loop, which may have begun. ValueError for a slider of a number that the loop reads only once."
+        "Take a loop, which may have begun. Its first step says which numbers sliders can set."
         if not isinstance(loop, Iterable):
             raise TypeError(f"watch: a {type(loop).__name__} came; what yields a dict a step is wanted; call it, "
                             "watch(grpo(here, …))")
@@ -74,10 +72,6 @@ class watch:
         self._begins, self._counted = True, 0   # the next dict is an iteration's first; added to the loop's own steps
         self._seconds = deque(maxlen=20)
         self._look()
-        known = settable(self.loop)
-        if unknown := [name for name in self.sliders if name not in known]:
-            raise ValueError(f"watch: no slider can set {', '.join(unknown)}: the loop does not read it in each step; "
-                             f"{can_be_set(self.loop)}")
 
     # -- what a button, a slider or code may do
 
@@ -172,7 +166,7 @@ class watch:
         row |= {name: now[name] if x is None else x for name, x in before.items() if name not in row}
         self._keep(row, changes)
         if lost := [name for name, x in now.items() if x is None]:
-            raise ValueError(f"watch: no slider can set {', '.join(lost)}: the loop has begun and reads none; "
+            raise ValueError(f"watch: no slider can set {', '.join(lost)}: the loop does not read it in each step; "
                              f"{can_be_set(self.loop)}")
         return row
 
@@ -200,12 +194,10 @@ class watch:
 
     def _apply(self):
         "Set what sliders ask for, once the loop has begun. Returns the changes in words."
-        inner, changes = innermost(self.loop), []
-        if isgenerator(inner) and getgeneratorstate(inner) == GEN_CREATED: return changes
-        wanted = {}
-        while self._wanted: wanted |= [self._wanted.popleft()]
+        known, wanted, changes = settable(self.loop), {}, []
+        while known and self._wanted: wanted |= [self._wanted.popleft()]
         for name, value in wanted.items():
-            old = read_number(self.loop, name)
+            old = known.get(name)
             if isinstance(old, int) and _is_whole(self.sliders[name]): value = round(value)
             if old == value: continue
             write_number(self.loop, name, value)
@@ -247,7 +239,7 @@ class watch:
 
     def alarms(self)->list[str]: # a sentence each
         "Return what the numbers warn of."
-        return alarms(self.numbers)
+        return alarms(self.numbers, self.keys)
 
     def status(self)->str:
         "Say where the run stands: its state, step, pace and the time left."
@@ -278,10 +270,13 @@ class watch:
         keys:Sequence[str]|None=None,             # numbers to draw; None: those that people look at
         **named:"str|Path|Sequence[Mapping]|watch", # runs with a name for the legend: rloo=w
     )->Curves: # drawn by a cell that ends with it; `.png(path)` writes a file
-        "Lay the curves of several runs over one another."
+        "Lay the curves of several runs over one another. ValueError for one of `keys` that none of them has."
         labels = [str(run) if isinstance(run, (str, Path)) else f"run {i}" for i, run in enumerate(runs)]
         labelled = [*zip(labels, runs, strict=True), *named.items()]
-        return Curves({label: _rows_of(run) for label, run in labelled}, keys)
+        rows = {label: _rows_of(run) for label, run in labelled}
+        if said := missing_numbers([row for run in rows.values() for row in run], keys):
+            raise ValueError(f"watch.compare: {said}")
+        return Curves(rows, keys)
 
 def _ranges(sliders):
     "The sliders' ranges. ValueError for what is none."

@@ -54,8 +54,8 @@ def connect(cluster:Cluster):
     "Connect this process, unless it is connected. RuntimeError for one without a token, ValueError for another one."
     try: import ray
     except ImportError as e:
-        raise ImportError("RayPool needs Ray: pip install 'rlblocks[ray]'; SpmdPool() under torchrun runs the same "
-                          "loop without it") from e
+        raise ImportError("RayPool needs Ray: pip install -e '.[ray]' in the clone; SpmdPool() under torchrun runs "
+                          "the same loop without it") from e
     mine = not ray.is_initialized()
     check_address(cluster.address, "" if mine else ray.get_runtime_context().gcs_address)
     if mine: _init(cluster)

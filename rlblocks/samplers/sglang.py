@@ -155,7 +155,8 @@ class Client:
     def _new(self, spec, most):
         try: import httpx2
         except ImportError:
-            raise ImportError("Rollout: engine='sglang' needs httpx2: pip install 'rlblocks[sglang]'") from None
+            raise ImportError("Rollout: engine='sglang' needs httpx2: pip install -e '.[sglang]' "
+                              "in the clone") from None
         headers = {"Authorization": f"Bearer {spec.key}"} if spec.key else {}
         return httpx2.AsyncClient(base_url=spec.url, timeout=spec.timeout, headers=headers,
                                   limits=httpx2.Limits(max_connections=most + 8))

