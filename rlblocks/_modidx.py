@@ -2747,6 +2747,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'rlblocks/evaluation/evaluate.py'),
                                               'rlblocks.evaluation.evaluate.Models.tokenizer': ( 'evaluation/evaluate.html#models.tokenizer',
                                                                                                  'rlblocks/evaluation/evaluate.py'),
+                                              'rlblocks.evaluation.evaluate.Models.version': ( 'evaluation/evaluate.html#models.version',
+                                                                                               'rlblocks/evaluation/evaluate.py'),
                                               'rlblocks.evaluation.evaluate.Models.window': ( 'evaluation/evaluate.html#models.window',
                                                                                               'rlblocks/evaluation/evaluate.py'),
                                               'rlblocks.evaluation.evaluate.answered_rows': ( 'evaluation/evaluate.html#answered_rows',
