@@ -11,7 +11,7 @@ OUT ?= benchmarks/results
 # as it was before `make test` sets it for hypothesis
 IN_CI := $(CI)
 
-.PHONY: demo lab gpu test suite test-long test-times setup dev peers torchvision vllm hubs browser pythons parity export \
+.PHONY: demo lab gpu test suite test-long test-times setup dev peers torchvision vllm hubs harness browser pythons parity export \
         readme docs release lint clean
 
 setup: .venv/.demo
@@ -20,6 +20,7 @@ peers: .venv/.peers
 torchvision: .venv/.torchvision
 vllm: .venv/.vllm
 hubs: .venv/.openenv .venv/.verifiers
+harness: .venv/.harness
 browser: .venv/.browser
 pythons: .venv/.3.12 .venv/.3.13
 
@@ -73,6 +74,14 @@ pythons: .venv/.3.12 .venv/.3.13
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(echo .venv/$*/lib/python3.*/site-packages)/above.pth" && \
 	.venv/$*/bin/python -m pip install -q -c constraints.txt $(HUB) && touch $@ \
 	|| { rm -rf .venv/$*; echo "make hubs: $* cannot be had; its tests in tests/hubs will skip" >&2; }
+
+# Harnesses that evaluate, against the endpoint, in an environment beside the other from which they read torch: 520 MB. Without it
+# the tests of tests/harness skip.
+.venv/.harness: .venv/.dev constraints.txt
+	$(PYTHON) -m venv .venv/harness && \
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(echo .venv/harness/lib/python3.*/site-packages)/above.pth" && \
+	.venv/harness/bin/python -m pip install -q -c constraints.txt 'lm-eval[api]' inspect-ai openai && touch $@ \
+	|| { rm -rf .venv/harness; echo "make harness: lm-eval or inspect-ai cannot be had; tests/test_harness.py will skip" >&2; }
 
 # JupyterLab, Notebook, and playwright, which drives Chromium, in an environment beside the other, whose kernel they start. Chromium
 # is the machine's, under any of its names; only in CI, as root, it is installed.

@@ -154,8 +154,9 @@ async def complete(
     choices = [choice(call, k, ids, new, c, m, state.rollout.tokenizer)
                for k, ((ids, _), new, c, m) in enumerate(zip(asks, drawn, found, marks, strict=True))]
     sizes = sum(map(len, call.prompts)), sum(map(len, drawn))
-    return dict(id=f"cmpl-{secrets.token_hex(8)}", object="text_completion", created=int(time.time()), model=call.model,
-                choices=choices, usage=dict(prompt_tokens=sizes[0], completion_tokens=sizes[1], total_tokens=sum(sizes)))
+    usage = dict(prompt_tokens=sizes[0], completion_tokens=sizes[1], total_tokens=sum(sizes))
+    return dict(id=f"cmpl-{secrets.token_hex(8)}", object="text_completion", created=int(time.time()),
+                model=call.model, choices=choices, usage=usage)
 
 def choice(call:CompletionCall, k:int, ids:list[int], drawn:list[int], c:Completion|None, marks:Scored|None,
            tokenizer:Any)->dict:
@@ -179,8 +180,8 @@ def log_columns(marks:Scored, ids:Sequence[int], start:int, tokenizer:Any, likel
         place += len(w)
         chosen.append(marks.chosen[k-1] if k else None)
         # two ids may be written alike: the likelier one counts
-        best = dict(sorted([(word(i), x) for i, x in marks.likeliest[k-1][:likeliest]], key=lambda x: x[1])) if k else None
-        top.append(best if best is None or words[k-start] in best else best | {w: marks.chosen[k-1]})
+        best = {word(i): x for i, x in reversed(marks.likeliest[k-1][:likeliest])} if k else None
+        top.append(best if best is None or w in best else best | {w: marks.chosen[k-1]})
     return dict(tokens=words, token_logprobs=chosen, top_logprobs=top if likeliest else None, text_offset=offsets)
 
 # %% ../../nbs/endpoint/10_completions.ipynb #182b5f58
