@@ -1,20 +1,20 @@
-"""Does it learn as well as TRL, and how fast? Seven algorithms, the same model, data, seeds and hyperparameters.
+"""Does it learn as well as TRL, and how fast? Six algorithms, the same model, data, seeds and hyperparameters.
 
     .venv/bin/python benchmarks/learning.py --data ../shared/data [--only grpo sft] [--seeds 0 1 2 3 4]
         [--out benchmarks/results]
 
 Ours are the loops of the library as they stand (`rlblocks.loops`); RLOO is GRPO's loop with two lines changed, as
-tutorials/relatives.ipynb has it. Theirs are TRL's trainers. Both begin from `models/stories260K`, a pretrained Llama, and
-see the same token ids: TRL's own preparation of datasets is left out, so a difference is one of learning. Both have AdamW
-with the same rates, schedule and clipping.
+tutorials/relatives.ipynb has it. Theirs are TRL's trainers. Both begin from `models/stories260K`, a pretrained Llama,
+and see the same token ids: TRL's own preparation of datasets is left out, so a difference is one of learning. Both have
+AdamW with the same rates, schedule and clipping.
 
-Every few steps the model is measured by the same function, whose time counts for neither: sampling algorithms by the mean
-reward of stories that they write to openings not trained on (happy words, three at most); SFT by the loss, and the others
-by the accuracy, on pairs kept out. Seconds are of the processor, on one thread: other work on the machine moves them
-little.
+Every few steps the model is measured by the same function, whose time counts for neither: sampling algorithms by the
+mean reward of stories that they write to openings not trained on (happy words, three at most); SFT by the loss, and the
+others by the accuracy, on pairs kept out. Seconds are of the processor, on one thread: other work on the machine moves
+them little.
 
-Each run is a process of its own, and a run that is in the results is not run again, so a benchmark that was stopped goes
-on. nbs/learning.ipynb draws the curves.
+Each run is a process of its own, and a run that is in the results is not run again: a benchmark that was stopped goes
+on.
 """
 import argparse
 import json
@@ -204,13 +204,15 @@ def ours(name, data, seed, s, clock_of):
     how = dict(model=net, tokenizer=tok, lr=s.lr, steps=s.steps)
     if name == "grpo":
         loop = loops.grpo(pool, Prompts(train, tok, seed=seed), happy, **how, prompts=s.rows, group_size=s.group_size,
-                          minibatches=1, clip_low=.2, clip_high=.2, kl_coef=s.kl_coef, max_tokens=s.max_tokens, seed=seed)
+                          minibatches=1, clip_low=.2, clip_high=.2, kl_coef=s.kl_coef, max_tokens=s.max_tokens,
+                          seed=seed)
     elif name == "rloo": loop = rloo(pool, Prompts(train, tok, seed=seed), happy, s, seed=seed, **how)
     elif name == "sft":
         rows = [dict(prompt=row["prompt"], completion=row["chosen"]) for row in train]
         loop = loops.sft(pool, Demonstrations(rows, tok, seed=seed), **how, rows=s.rows, warmup=s.warmup)
     elif name == "kto":
-        loop = loops.kto(pool, Feedback(as_feedback(train), tok, seed=seed), Feedback(as_feedback(kept[:2]), tok), **how,
+        looked_at = Feedback(as_feedback(kept[:2]), tok)
+        loop = loops.kto(pool, Feedback(as_feedback(train), tok, seed=seed), looked_at, **how,
                          rows=s.rows, beta=s.beta, warmup=s.warmup, every=10**9)
     elif name == "dpo":
         loop = loops.dpo(pool, Preferences(train, tok, seed=seed), Preferences(kept[:2], tok), **how, n_pairs=s.rows,
@@ -304,7 +306,7 @@ def args_of(name, s):
 def trainer_of(name, train, tok, s, seed):
     "(trainer without its own preparation of data, config, rows in token ids, more arguments)"
     import trl
-    from rlblocks import Demonstrations, as_feedback
+    from rlblocks import Demonstrations
     if name in ("grpo", "rloo"):
         kind = dict(grpo=trl.GRPOTrainer, rloo=trl.RLOOTrainer)[name]
         return kind, dict(grpo=trl.GRPOConfig, rloo=trl.RLOOConfig)[name], train, dict(reward_funcs=happy)
@@ -316,7 +318,8 @@ def trainer_of(name, train, tok, s, seed):
         ids, mask = row
         return ids[:mask.index(1)], ids[mask.index(1):]
     if name == "sft":
-        data = Demonstrations([dict(prompt=row["prompt"], completion=row["chosen"]) for row in train], tok, shuffle=False)
+        good = [dict(prompt=row["prompt"], completion=row["chosen"]) for row in train]
+        data = Demonstrations(good, tok, shuffle=False)
         rows = [dict(input_ids=ids, completion_mask=mask) for ids, mask in batch_rows(data.take(len(data)))]
         return prepared, config, rows, {}
     found = batch_rows(pairs_of(train, tok).take(len(train)))
@@ -325,12 +328,14 @@ def trainer_of(name, train, tok, s, seed):
         return prepared, config, [dict(prompt_ids=p, chosen_ids=a, rejected_ids=b) for p, a, b in pairs], {}
     if name == "reward_model":
         return prepared, config, [dict(chosen_ids=p + a, rejected_ids=p + b) for p, a, b in pairs], {}
-    single = [dict(prompt_ids=p, completion_ids=x, label=good) for p, a, b in pairs for x, good in ((a, True), (b, False))]
+    single = [dict(prompt_ids=p, completion_ids=x, label=good)
+              for p, a, b in pairs for x, good in ((a, True), (b, False))]
     from random import Random
     Random(seed).shuffle(single)        # whose completion is the mismatched one is TRL's choice: that of the row before
     for start in range(0, len(single), s.rows):
         part = single[start:start + s.rows]
-        for row, before in zip(part, part[-1:] + part[:-1], strict=True): row["KL_completion_ids"] = before["completion_ids"]
+        for row, before in zip(part, part[-1:] + part[:-1], strict=True):
+            row["KL_completion_ids"] = before["completion_ids"]
     return prepared, config, single, {}
 
 
@@ -368,8 +373,9 @@ def main():
             for side in ("ours", "trl"):
                 runs = found["runs"].setdefault(name, {}).setdefault(side, {})
                 if str(seed) in runs: continue
-                done = subprocess.run([sys.executable, __file__, "--data", str(args.data), "--run", name, side, str(seed)],
-                                      capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS="1"))
+                command = [sys.executable, __file__, "--data", str(args.data), "--run", name, side, str(seed)]
+                done = subprocess.run(command, capture_output=True, text=True,
+                                      env=os.environ | dict(OMP_NUM_THREADS="1"))
                 if done.returncode: raise SystemExit(f"learning: {name}, {side}, seed {seed}:\n{done.stderr[-3000:]}")
                 runs[str(seed)] = json.loads(done.stdout.splitlines()[-1])
                 found |= dict(date=f"{datetime.now():%Y-%m-%d}", python=platform.python_version(),

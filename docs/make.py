@@ -28,7 +28,7 @@ START = ("nbs/tour Overview<README> nbs/your_loop docs/gallery nbs/which_loss do
 GUIDES = ("nbs/commands nbs/rewards nbs/sampling nbs/agents nbs/media nbs/distillation nbs/layouts nbs/clusters "
           "nbs/conventions nbs/inside nbs/guarantees")
 PROJECT = "nbs/map nbs/blocks benchmarks/README nbs/gpu CONTRIBUTING AGENTS CHANGELOG"
-ALGORITHMS = ("arithmetic", "signals", "losses")
+ALGORITHMS = ("arithmetic", "signals", "losses", "statistics")
 DIRECTIVE = re.compile(r"#\s*\|\s*(.*)")
 LINK = re.compile(r"\]\(([^)\s:#]*)(#[^)\s]*)?\)")
 
@@ -123,10 +123,10 @@ def equation(name, heading, text, doc):
 
 
 def algorithms(offered):
-    "Every estimator and loss: equation, paper, function, lesson."
+    "Every estimator, loss and statistic: equation, paper, function, lesson."
     books = list(pages.notebooks())
     everywhere = pages.addresses("\n".join(t for *_, cells in books for kind, t in cells if kind == "markdown"))
-    text = ["# Algorithms\n\n> Every estimator and loss with its equation, its paper, its function and its lesson\n",
+    text = ["# Algorithms\n\n> Estimators, losses and statistics: equation, paper, function and lesson of each\n",
             "Made from the notebooks and the docstrings. A function takes and returns tensors and fits any loop. To "
             "choose between them, [which loss for what](../nbs/which_loss.ipynb) begins with the data that there is.\n"]
     for path, module, cells in books:

@@ -17,7 +17,7 @@ from make_readme import packages
 ROOT = Path(__file__).resolve().parents[1]
 TITLE = "# All blocks\n\n> Every function on tensors: what it does, from which paper, where it is explained"
 INTRO = """Made by `nbs/make_pages.py` from the docstrings; edit those. These are the packages `arithmetic`, `signals`,
-`losses` and `testing`; wrappers and engines are on the [map](map.ipynb). Every name is imported with
+`losses`, `statistics` and `testing`; wrappers and engines are on the [map](map.ipynb). Every name is imported with
 `from rlblocks import …`, or from its module where that is said. `rlblocks.<Tab>` leaves out what few people look for:
 slow reference versions (`naive_…`), guards, and names that only annotations need."""
 NAME = r"(?:[A-Z][\w'’\-]+ ){0,2}[A-Z][\w'’\-]+"
@@ -37,7 +37,8 @@ a name of theirs is first used."""
 # where each package stands in the picture of the map: those that it imports are below it
 PLACES = dict(people=(3, 10), loops=(3, 9), placement=(3, 8), endpoint=(5, 8), checkpoint=(1.5, 7), environments=(5, 7),
               graders=(4, 6), rollout=(4, 5), samplers=(4, 4), models=(3, 3), losses=(1, 2), engines=(4, 2),
-              signals=(1, 1), testing=(2.4, 1), data=(4, 1), arithmetic=(2.4, 0))
+              signals=(1, 1), testing=(2.4, 1), data=(4, 1), arithmetic=(2.4, 0),
+              statistics=(-.4, 2))
 FRAMES = [("functions on tensors", PURE),
           ("from prompts to rewards", ("samplers", "rollout", "graders", "environments", "endpoint"))]
 CELL = '''#| echo: false

@@ -14,8 +14,8 @@ import gpu  # noqa: E402
 NOTE = "<!-- made from nbs/index.ipynb by nbs/make_readme.py; edit the notebook -->"
 
 
-PACKAGES = ("arithmetic signals losses statistics testing data engines models samplers rollout graders environments endpoint "
-            "checkpoint placement evaluation tracking people").split()
+PACKAGES = ("arithmetic signals losses statistics testing data engines models samplers rollout graders environments "
+            "endpoint checkpoint placement people").split()
 
 
 def packages():

@@ -34,7 +34,7 @@ def silent(rows):
     return [dict(r, prompt=[dict(m, content=[quiet(x) for x in m["content"]]) for m in r["prompt"]]) for r in rows]
 
 
-def show(*batches, names=("",), n=6):
+def draw_sounds(*batches, names=("",), n=6):
     "Waveforms and spectrograms of the first `n` rows, and below each what it was answered in some batches of them."
     import matplotlib.pyplot as plt
     _, axes = plt.subplots(2, n, figsize=(n*.9, 1.8 + .2*len(batches)), dpi=50)

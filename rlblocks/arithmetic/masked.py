@@ -26,7 +26,7 @@ Number = float | int | Float[Tensor, ""] | Int[Tensor, ""]
 # %% ../../nbs/arithmetic/00_masked.ipynb #21cf5e6d
 # a name means one thing everywhere: these are Bool …
 _BOOLS = frozenset("mask keep selected tied truncated correct ref_wins riskier_unsafe safer_unsafe marked "
-                   "desirable demonstrated".split())
+                   "desirable demonstrated shown_first".split())
 _IDS = frozenset("tokens lengths group step ranks".split()) # … and these integers
 
 @no_type_check # the wrapper of a type checker would stand between this function and its caller, whose name it reports

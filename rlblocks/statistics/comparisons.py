@@ -74,9 +74,10 @@ def win_rate(
 def logistic_contrasts(x, y, of, contrasts):
     "(contrasts of the coefficients, their standard errors over prompts), of wins `y` from 0 to 1; NaN: not determined."
     beta, prompts = x.new_zeros(x.shape[1]), len(of.unique())
-    def inverted(a): return torch.linalg.pinv(a, rtol=1e-10, hermitian=True) # of ratings only differences are determined
+    def inverted(a): return torch.linalg.pinv(a, rtol=1e-10, hermitian=True) # ratings are known up to a constant
     span = inverted(x.T @ x) @ (x.T @ x)
     determined = (contrasts @ span - contrasts).abs().amax(1) < 1e-6
+    p, inverse, finite = y, span, False # of the last step
     for _ in range(50):
         p = (x @ beta).sigmoid()
         inverse = inverted(x.T @ (x*(p*(1-p))[:, None]))
@@ -89,7 +90,7 @@ def logistic_contrasts(x, y, of, contrasts):
     known = determined & finite
     return torch.where(known, contrasts @ beta, torch.nan), torch.where(known & (prompts > 1), se, torch.nan)
 
-def with_verdict(who, wins, group, *columns):
+def with_verdict(who, wins, group, *columns)->tuple:
     "(wins in double, number of the prompt, …) of the rows that have a verdict, and how many have none."
     number = group_numbers(who, wins, torch.arange(len(wins), device=wins.device) if group is None else group)
     there = ~wins.isnan()
@@ -139,4 +140,4 @@ def bradley_terry_ratings(
     scale, prompts = 400/math.log(10), len(of.unique())
     half = t_quantile(level, prompts - 1)*se
     rows = torch.stack([beta, beta - half, beta + half], 1)*scale + 1000
-    return [Interval(*row, prompts, missing) for row in rows.tolist()]
+    return [Interval(value, low, high, prompts, missing) for value, low, high in rows.tolist()]

@@ -29,7 +29,7 @@ def distinct_n(
 )->Float[Tensor, " P"]: # within (0, 1], in the order of `group.unique()`; NaN where no answer has n tokens
     """Return for each prompt the share of different n-grams in its answers.
 
-    |different n-grams|/#n-grams. Li et al. 2016, section 5, there per token."""
+    distinct-n = |different n-grams|/#n-grams. Li et al. 2016, section 5, there per token."""
     same_shape("B T", tokens=tokens, mask=mask)
     if n < 1: raise ValueError(f"distinct_n: n is {n}; a number of tokens is wanted, at least 1")
     of = group_numbers("distinct_n", tokens[:, 0].float(), group)
@@ -61,6 +61,6 @@ def longest_loop(
     for p in range(1, min(period, ids.shape[1]//copies) + 1):
         same = (ids[:, p:] == ids[:, :-p]) & (places[p:] < lengths[:, None])
         broken = torch.where(same, -1, places[p:]).cummax(1).values # the last place up to here that breaks the loop
-        loop = torch.where(broken < 0, places[p:] + 1, places[p:] - broken + p).masked_fill(~same, 0).amax(1)
+        loop = torch.where(broken < 0, places[p:] + 1, places[p:] - broken + p).amax(1)
         longest = torch.where(loop >= copies*p, torch.maximum(loop, longest), longest)
     return longest

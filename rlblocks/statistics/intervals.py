@@ -25,7 +25,7 @@ class Interval(NamedTuple):
     low:float      # bounds; NaN if they cannot be known, as from one prompt
     high:float
     n:int          # independent draws: prompts, or rows where each is a draw of its own
-    missing:int=0  # rows, of a comparison prompts, that are left out for want of a score
+    missing:int=0  # rows (`paired_difference` and `win_rate`: prompts) that are left out for want of a score
 
     def __str__(self): return f"{self.value:.4g} [{self.low:.4g}, {self.high:.4g}]"
 

@@ -61,7 +61,7 @@ def pass_hat_k(
 )->Float[Tensor, " P"]: # within [0, 1], in the order of `group.unique()`; NaN for fewer than k graded answers
     """Estimate without bias, for each prompt, the chance that all of k answers are right.
 
-    C(c, k)/C(n, k) with c right answers of n. Yao et al. 2024 (τ-bench), section 3."""
+    pass^k = C(c, k)/C(n, k) with c right answers of n. Yao et al. 2024 (τ-bench), section 3."""
     check_k("pass_hat_k", k)
     of, s, n = by_prompt("pass_hat_k", scores, group)
     return like_scores(all_among(group_sums((s >= threshold).double(), of)[:len(n)], n, k), scores)
@@ -76,7 +76,7 @@ def best_of_k(
 )->Float[Tensor, " P"]: # in the order of `group.unique()`; NaN for fewer than k graded answers
     """Estimate without bias, for each prompt, how much the best of k answers is worth.
 
-    Σⱼ s₍ⱼ₎·(C(j, k) − C(j−1, k))/C(n, k), answers in ascending order of `by`, from 1. Nakano et al. 2021, appendix I."""
+    Σⱼ s₍ⱼ₎·(C(j, k) − C(j−1, k))/C(n, k), answers in ascending order of `by`. Nakano et al. 2021, appendix I."""
     check_k("best_of_k", k)
     if by is not None: scores = torch.where(by.isnan(), torch.nan, scores)
     of, s, n = by_prompt("best_of_k", scores, group)

@@ -30,7 +30,7 @@ def best_of_n_accuracy(
     scores:Float[Tensor, " B"], # of the reward model; NaN = none
     correct:Bool[Tensor, " B"], # True for right answers
     group:Int[Tensor, " B"],    # rows with the same id answered the same prompt; any sizes, any order
-)->Float[Tensor, " P"]: # in the order of `group.unique()`; NaN where a score is missing or all answers are equally right
+)->Float[Tensor, " P"]: # in the order of `group.unique()`; NaN: a score is missing, or all answers are equally right
     """Return for each prompt how often its highest score belongs to a right answer.
 
     Σ 1[sᵢ = max s, i right]/Σ 1[sᵢ = max s]. Malik et al. 2025 (RewardBench 2), there 1 right of 4."""

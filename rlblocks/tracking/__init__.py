@@ -1,1 +1,0 @@
-"What a run logs and where: files, trackers, seconds by phase, memory, timelines, a report."
