@@ -11,8 +11,8 @@ OUT ?= benchmarks/results
 # as it was before `make test` sets it for hypothesis
 IN_CI := $(CI)
 
-.PHONY: demo lab gpu test suite test-long test-times setup dev peers torchvision vllm hubs harness browser pythons parity export \
-        readme docs release lint clean
+.PHONY: demo lab gpu test suite test-long test-times setup dev peers torchvision vllm hubs harness browser trackers pythons \
+        parity export readme docs release lint clean
 
 setup: .venv/.demo
 dev: .venv/.dev
@@ -22,6 +22,7 @@ vllm: .venv/.vllm
 hubs: .venv/.openenv .venv/.verifiers
 harness: .venv/.harness
 browser: .venv/.browser
+trackers: .venv/.trackers
 pythons: .venv/.3.12 .venv/.3.13
 
 .venv/.torch: constraints.txt
@@ -83,6 +84,13 @@ pythons: .venv/.3.12 .venv/.3.13
 	.venv/harness/bin/python -m pip install -q -c constraints.txt 'lm-eval[api]' inspect-ai openai && touch $@ \
 	|| { rm -rf .venv/harness; echo "make harness: lm-eval or inspect-ai cannot be had; tests/test_harness.py will skip" >&2; }
 
+# Trackers of runs, in an environment beside the other, from which they read torch: 290 MB. mlflow-skinny has no server.
+.venv/.trackers: .venv/.dev constraints.txt
+	$(PYTHON) -m venv .venv/trackers && \
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(echo .venv/trackers/lib/python3.*/site-packages)/above.pth" && \
+	.venv/trackers/bin/python -m pip install -q -c constraints.txt wandb trackio tensorboard mlflow-skinny && touch $@ \
+	|| { rm -rf .venv/trackers; echo "make trackers: they cannot be had; a test in tests/test_tracking.py will skip" >&2; }
+
 # JupyterLab, Notebook, and playwright, which drives Chromium, in an environment beside the other, whose kernel they start. Chromium
 # is the machine's, under any of its names; only in CI, as root, it is installed.
 .venv/.browser: constraints.txt
@@ -137,7 +145,8 @@ gpu:
 
 # ruff, pyright and import-linter run beside the tests' first minute, in which workers import and collect. It is make that runs
 # them so: Ctrl-C does not reach what a shell has begun with `&`.
-test: .venv/.dev .venv/.peers .venv/.torchvision .venv/.vllm .venv/.openenv .venv/.verifiers .venv/.browser
+test: .venv/.dev .venv/.peers .venv/.torchvision .venv/.vllm .venv/.openenv .venv/.verifiers .venv/.harness .venv/.browser \
+      .venv/.trackers
 	$(MAKE) --no-print-directory --keep-going -j2 lint suite
 
 suite: .venv/.dev

@@ -20,7 +20,7 @@ from rlblocks import Mean, Prompts, here, watch
 from rlblocks.loops import grpo, ppo
 from rlblocks.people import displays
 from rlblocks.people.alarms import alarms
-from rlblocks.people.command import Log
+from rlblocks import log_to
 from rlblocks.people.curves import Curves, curve_svg, phases_svg, row_numbers, thinned
 from rlblocks.people.displays import page_html
 from tiny import model, tokenizer
@@ -404,8 +404,7 @@ def test_equal_rows_give_equal_pictures_whatever_style_the_reader_has():
 
 def test_runs_are_compared_from_folders_lists_and_what_was_watched(tmp_path):
     for name, kl_coef in (("a", .5), ("b", .1)):
-        log = Log(tmp_path/name/"log.jsonl")
-        for row in loop(kl_coef=kl_coef): log.add(row)
+        list(log_to(loop(kl_coef=kl_coef), folder=tmp_path/name, console=False))
     w = watch(loop())
     list(w)
     drawn = watch.compare(tmp_path/"a", str(tmp_path/"b"), w, list(loop()), keys=["reward", "used"])

@@ -25,6 +25,7 @@ from ..data.prompts import Rows
 from .run import NoLoop, loop_named
 from ..placement.cluster import Cluster
 from ..placement.raypool import RayPool
+from ..tracking.log_to import unknown_sink
 
 # %% ../../nbs/people/02_flags.ipynb #1498db25
 # flags of the command, which no keyword of a loop may be called
@@ -96,8 +97,9 @@ def flags(
     parser.add_argument("--folder", type=str | None, default=None,
                         help="of the run: its saves, from which it resumes, its log, its configuration, the model")
     parser.add_argument("--save_every", type=int, default=10, help="steps between saves")
-    parser.add_argument("--log", type=str | None, default=None,
-                        help="file that gets each step as a line of JSON; FOLDER/log.jsonl, if there is a folder")
+    parser.add_argument("--log", nargs="*", type=str, default=[], metavar="SINK",
+                        help="wandb, trackio, tensorboard, mlflow, or a file for a line of JSON a step; beside the "
+                             "console and FOLDER/log.jsonl")
     parser.add_argument("--dry_run", nargs="?", const="here", default=None, metavar="MEMORY",
                         help="run nothing: read the data, write the configuration, say whether it fits a device "
                              "of this machine, or of MEMORY (80GB)")
@@ -169,6 +171,7 @@ def _spelled(words, data, config):
     "Words of the command line, as the parser takes them: what is in configurations and blocks in front."
     files, said, rest = split_words(words, dict.fromkeys(data, 2) | dict(env=1))
     made = merged(merged(config, read_config(files, data)), with_paths(said, data))
+    if "log" in made: made["log"] = [made["log"]] if isinstance(made["log"], str) else made["log"] or []
     return [*(["--config", json.dumps(with_paths(made, data))] if made else []), *rest]
 
 def parse(
@@ -205,6 +208,7 @@ def cannot_run(
     read = [p.annotation for k, p in data.items() if (given[k] or {}).get("path")]
     for k, p in data.items():
         if not (given[k] or {}).get("path") and p.annotation not in read: return f"--{k} FILE is wanted"
+    if problem := next(filter(None, map(unknown_sink, given["log"])), None): return f"--log: {problem}"
     if given["folder"] and "checkpoint" not in inspect.signature(loop).parameters:
         return ("--folder is of a loop that saves, def loop(pool, *, …, checkpoint=Checkpoint()), whose steps are "
                 "`for step in checkpoint(steps, policy=policy)`")

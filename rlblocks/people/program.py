@@ -27,6 +27,7 @@ class Program:
     imports:tuple[str, ...]         # "from rlblocks import Prompts", …
     setup:tuple[str, ...]           # lines that make the loop's arguments, on its pool
     call:str                        # "grpo(pool, data, reward, model='M', …)"
+    sinks:tuple[str, ...]           # beside the console and the folder's files: "wandb", …
     loop:Callable[..., Iterator[dict]]
     pool:str                        # "here"
 
@@ -44,9 +45,8 @@ class Program:
         named_here = f"def {self.loop.__name__}(" in text
         theirs = f"from {self.loop.__module__} import {self.loop.__name__}"
         lines = [text.strip(), "", ""] if named_here else [theirs, ""]
-        body = [f"pool = {self.pool}", *self.setup, f"for row in pool.watch({self.call}):",
-                '    print("  ".join(f"{k} {x}" if isinstance(x, (int, str)) else f"{k} {float(x):.4g}" '
-                "for k, x in row.items()), flush=True)"]
+        rows = f"log_to({self.call}{''.join(f', {x!r}' for x in self.sinks)})"
+        body = [f"pool = {self.pool}", *self.setup, f"for row in pool.watch({rows}): pass"]
         main = "\n".join("    " + x for line in body for x in line.splitlines())
         return "\n".join([*self.imports, *lines, 'if __name__ == "__main__":', main, ""])
 
@@ -69,7 +69,7 @@ def program(
 )->Program:
     "What a command does with these flags. NoLoop, a ValueError, for keys that its data do not have."
     words, wanted = keywords(loop), {k: given[k] for k in keywords(loop)}
-    imports, setup, args = dict[str, set[str]](), list[str](), dict[str, str]()
+    imports, setup, args = dict[str, set[str]](rlblocks={"log_to"}), list[str](), dict[str, str]()
     def use(module, name): imports.setdefault(module, set()).add(name)
     names = [k for k, p in words.items() if is_data(p)]
     if "model" in wanted and isinstance(wanted["model"], Mapping):
@@ -97,7 +97,7 @@ def program(
         use("os", "environ")
         setup.insert(0, f"environ.update({ {k: str(x) for k, x in given['env'].items()} !r})")
     lines = tuple(f"from {m} import {', '.join(sorted(n, key=str.swapcase))}" for m, n in sorted(imports.items()))
-    return Program(lines, tuple(setup), _call(loop.__name__, texts), loop, pool)
+    return Program(lines, tuple(setup), _call(loop.__name__, texts), tuple(given["log"]), loop, pool)
 
 def _tokenizer_line(wanted, args, use, setup, title):
     if wanted.get("tokenizer"):

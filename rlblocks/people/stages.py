@@ -17,15 +17,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from .command import Log, dry_run, guarded, ran, set_environment
+from .command import dry_run, guarded, ran, set_environment
 from .flags import merged, parse, read_config, split_words, with_paths
 from .program import program
 from .run import NoLoop
 from ..placement.spmd import SpmdPool
+from ..tracking.sinks import JsonLines
 
 # %% ../../nbs/people/08_stages.ipynb #51567f97
 STAGES = ("sft", "reward_model", "rlhf")
-COMMON = ("pool", "ranks", "ray", "cluster", "restarts", "env", "save_every")
+COMMON = ("pool", "ranks", "ray", "cluster", "restarts", "env", "save_every", "log")
 SHOWN = ("loss", "held_out", "truth", "score", "reward", "kl", "kl_coef", "ended")      # of a stage's report
 
 def _parser():
@@ -49,6 +50,8 @@ def _parser():
     for name in ("ray", "cluster"):
         parser.add_argument(f"--{name}", type=dict[str, Any], default={}, help="as for the commands of the stages")
     parser.add_argument("--restarts", type=int, default=0, help="pools of a stage that may be lost")
+    parser.add_argument("--log", nargs="*", type=str, default=[], metavar="SINK",
+                        help="as for the commands of the stages; each is a run of its own")
     parser.add_argument("--save_every", type=int, default=10, help="steps between saves")
     parser.add_argument("--dry_run", nargs="?", const="here", default=None, metavar="MEMORY",
                         help="run nothing: say of each stage whether it fits")
@@ -111,7 +114,7 @@ def _stage(name, given, dry):
         if block["reward_model"] is None:
             raise NoLoop("rlblocks rlhf: there is no reward model; give a block reward_model, or --rlhf.reward_model "
                          "FOLDER")
-    common = {k: given[k] for k in COMMON if given[k] not in (None, {})}
+    common = {k: given[k] for k in COMMON if given[k] not in (None, {}, [])}
     folder = dict(folder=f"{given['folder']}/{name}")
     title = f"rlblocks rlhf, {name}"
     return (*parse(f"rlblocks.loops:{name}", [], title, merged(block | common | folder, given[name])), title)
@@ -132,7 +135,7 @@ def _done_before(flags, title):
 def _report(flags, seconds):
     "Write what a stage came to."
     if os.environ.get("RANK", "0") != "0": return 0
-    rows = Log(f"{flags['folder']}/log.jsonl").rows()
+    rows = JsonLines(f"{flags['folder']}/log.jsonl").rows()
     def seen(k): return [r[k] for r in rows if isinstance(r.get(k), (int, float))]
     first, last = ({k: seen(k)[i] for k in SHOWN if seen(k)} for i in (0, -1))
     made = dict(flags=_settings(flags), steps=len(rows), seconds=round(seconds, 1), first=first, last=last)

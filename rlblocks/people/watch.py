@@ -20,7 +20,8 @@ from ..data.batch import Batch
 from .alarms import alarms, missing_numbers
 from .curves import Curves, last_numbers, row_numbers, step_of
 from .displays import display_for
-from .loop_frame import can_be_set, loop_batch, loop_loss, planned_steps, settable, write_number
+from ..tracking.loop_frame import can_be_set, loop_batch, loop_loss, planned_steps, settable, write_number
+from ..tracking.sinks import JsonLines
 
 # %% ../../nbs/people/09_watch.ipynb #613a0eee
 @contextmanager
@@ -292,9 +293,8 @@ def _rows_of(run):
     "The dicts of a run. ValueError for a folder without a log."
     if isinstance(run, watch): return run.numbers
     if not isinstance(run, (str, Path)): return [row_numbers(row) for row in run]
-    from rlblocks.people.command import Log
     file = Path(run)/"log.jsonl" if Path(run).is_dir() else Path(run)
-    if rows := Log(file).rows(): return [row_numbers(row) for row in rows]
+    if rows := JsonLines(file).rows(): return [row_numbers(row) for row in rows]
     raise ValueError(f"watch.compare: {file} has no steps; a folder that `rlblocks … --folder` has written is wanted, "
                      "or a list of dicts")
 
