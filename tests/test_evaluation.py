@@ -89,6 +89,32 @@ def test_grades_are_made_again_without_sampling(folder, tmp_path, monkeypatch):
     assert repr(load_evaluation(tmp_path).table()) == repr(second.table())
 
 
+def test_a_gold_answer_that_was_mended_counts_when_answers_are_graded_again(folder, tmp_path):
+    "The prompts are those of the file, what the reward reads is the task's of today: numbers too, which no line has."
+    def told(completions, worth, **_): return worth
+    def exam(*worth): return Task("exam", [dict(prompt=f"w{i}", worth=x) for i, x in enumerate(worth, 2)], told)
+    first = evaluate(folder, exam(1., 0., 1., 1.), folder=tmp_path, max_tokens=2)
+    second = evaluate(folder, exam(0., 0., 1., 0.), folder=tmp_path, max_tokens=2, regrade=True)
+    assert [e.tasks["exam"].scores for e in (first, second)] == [[[1.], [0.], [1.], [1.]], [[0.], [0.], [1.], [0.]]]
+
+
+def test_a_base_model_s_next_question_is_no_part_of_its_answer(tmp_path):
+    "A chat model ends its answer by itself."
+    seen, base = [], tiny.tokenizer()
+    base.chat_template = None
+    def reward(completions, **_):
+        seen[:] = completions
+        return [1.]*len(completions)
+    def graded(tokenizer, folder, **how):
+        rollout = Rollout(tiny.model(), tokenizer=tokenizer)
+        evaluate(rollout, replace(EXAM, reward=reward, **how), folder=folder, regrade=True)
+        return seen[:]
+    said = graded(base, tmp_path)
+    word = next(w for c in said for w in c.split()[1:])
+    assert graded(base, tmp_path, stop=(word, "nowhere")) == [c.split(word)[0] for c in said] != said
+    assert any(word in c for c in graded(tiny.tokenizer(), None, stop=(word,)))
+
+
 def test_a_grader_that_fails_keeps_the_samples(folder, tmp_path, monkeypatch):
     def broken(completions, **_): raise RuntimeError("the server is gone")
     with pytest.raises(RuntimeError, match="the server is gone"):
@@ -107,6 +133,10 @@ def test_a_folder_has_the_answers_of_one_model_and_one_way_to_sample(folder, tmp
     with pytest.raises(ValueError, match="answers to other prompts"):
         evaluate(folder, EXAM, folder=tmp_path/"b", name="b")
         evaluate(folder, replace(EXAM, rows=ROWS[::-1]), folder=tmp_path/"b", name="b")
+    with pytest.raises(ValueError, match=r"answers of at most 6 tokens, and 5 are asked for"):
+        evaluate(folder, replace(EXAM, max_tokens=5), folder=tmp_path/"b", name="b")
+    with pytest.raises(ValueError, match=f"answers to {len(ROWS)} prompts, and there are 3"):
+        evaluate(folder, EXAM, folder=tmp_path/"b", name="b", limit=3)
     with pytest.raises(ValueError, match="temperature 0 are 3 times the same"):
         evaluate(folder, EXAM, n=3, temperature=0)
 

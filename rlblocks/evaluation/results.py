@@ -294,7 +294,7 @@ def result_of(
     *,
     unit:str,
     lower:bool,
-    left_out:int,
+    left_out:int=0,
     **_,         # what else the file says of it
 )->TaskResult:
     "Read the lines of a task."

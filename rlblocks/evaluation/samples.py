@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/evaluation/02_samples.ipynb #dfd50269
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,7 +20,7 @@ def answers(
     batch:Batch, # rows
     kept:Batch,  # those of them that are written
 )->list[dict]: # of each prompt: its columns, completions, their tokens, why they ended, scores
-    "Rows as what is written of each prompt; none of whose answers may be kept."
+    "Return what is written of each prompt; none of its answers may be among those that are kept."
     ours = ("completion", "finish_reason", "media")
     texts = [k for k, x in batch.columns.items() if isinstance(x, list) and k not in ours]
     of:dict[int, list[int]] = {g: [] for g in batch.group.tolist()}
@@ -39,16 +40,6 @@ def listed_scores(
     return [None if x != x else x for x in scores]
 
 # %% ../../nbs/evaluation/02_samples.ipynb #621c1b9b
-def whole_lines(
-    file:Path,
-)->int: # how many
-    "Count the lines of a file; half a line at its end, of a process that was killed, is cut off."
-    if not file.exists(): return 0
-    text = file.read_bytes()
-    whole = text[:text.rfind(b"\n") + 1]
-    if len(whole) < len(text): file.write_bytes(whole)
-    return whole.count(b"\n")
-
 def append_lines(
     file:Path,
     rows:Sequence[Mapping|Sequence], # each a line
@@ -59,22 +50,25 @@ def append_lines(
 
 def read_lines(
     file:Path,
-)->list: # of each line
-    "Read the lines of a file; none where there is no file."
-    return [json.loads(x) for x in file.read_bytes().splitlines()] if whole_lines(file) else []
+)->list: # of each line; empty where there is no file
+    "Read the lines of a file; half a line at its end, of a process that was killed, is cut off."
+    if not file.exists(): return []
+    text = file.read_bytes()
+    whole = text[:text.rfind(b"\n") + 1]
+    if len(whole) < len(text): os.truncate(file, len(whole))
+    return [json.loads(x) for x in whole.splitlines()]
 
 # %% ../../nbs/evaluation/02_samples.ipynb #c346482f
 def skip_answered(
-    file:Path,    # a line for each prompt that was answered
-    data:Prompts, # in the order of its rows
-    who:str,      # for the error
-)->int: # how many there are
-    "Skip the prompts whose answers are in a file. ValueError where it holds those of others."
-    data.shuffle, data.taken, done = False, 0, whole_lines(file)
-    if not done: return 0
-    last = json.loads(file.read_bytes().splitlines()[-1])["prompt"]
-    data.taken = done - 1
-    if done > len(data) or data.take(1).prompt[0] != last:
-        raise ValueError(f"{who}: {file} holds answers to other prompts ({str(last)[:40]!r}); remove it, or name "
+    data:Prompts,         # in the order of its rows
+    lines:Sequence[dict], # of a file, one for each prompt that was answered
+    title:str,            # of who asks, and of the file, for errors
+):
+    "Skip the prompts that were answered. ValueError where the answers are to others."
+    data.shuffle, data.taken = False, max(len(lines) - 1, 0)
+    if not lines: return
+    if len(lines) > len(data):
+        raise ValueError(f"{title} holds answers to {len(lines)} prompts, and there are {len(data)}; remove it, or name "
                          "another")
-    return done
+    if data.take(1).prompt[0] != (last := lines[-1]["prompt"]):
+        raise ValueError(f"{title} holds answers to other prompts ({str(last)[:40]!r}); remove it, or name another")

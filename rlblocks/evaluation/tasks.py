@@ -34,6 +34,7 @@ class Task:
     measure:Callable|None=None    # instead of a reward: fn(model, rows, tokenizer) -> dicts {score}; nothing is sampled
     chat:str="{prompt}"           # what a chat model is asked, as the message of a user
     text:str="{prompt}"           # what a model without a chat template continues
+    stop:tuple[str, ...]=()       # where its answer ends: it often goes on with a question of its own
     max_tokens:int=512            # longest answer
     unit:str="accuracy"           # what a score is
     lower:bool=False              # whether less is better
@@ -131,6 +132,12 @@ def hub(source, **how)->dict:
     return how if isinstance(source, str) and not Path(source).expanduser().exists() else {}
 
 BOXED = "{prompt}\n\nReason step by step, and put the final answer within \\boxed{{}}."
+BBH = """boolean_expressions causal_judgement date_understanding disambiguation_qa dyck_languages formal_fallacies
+geometric_shapes hyperbaton logical_deduction_five_objects logical_deduction_seven_objects
+logical_deduction_three_objects movie_recommendation multistep_arithmetic_two navigate object_counting
+penguins_in_a_table reasoning_about_colored_objects ruin_names salient_translation_error_detection snarks
+sports_understanding temporal_sequences tracking_shuffled_objects_five_objects tracking_shuffled_objects_seven_objects
+tracking_shuffled_objects_three_objects web_of_lies word_sorting""".split()
 WRITE = "Complete this function. Answer with all of it, in one block of Python.\n\n```python\n{prompt}```"
 
 # %% ../../nbs/evaluation/01_tasks.ipynb #47c48eb5
@@ -140,13 +147,14 @@ def gsm8k(
 )->Task:
     "Grade-school mathematics, 1,319 questions (Cobbe et al. 2021), the answer compared as a number."
     rows = load_rows(source, **hub(source, name="main", split="test"), **more)
-    return Task("gsm8k", rows, math_reward, chat=BOXED, text="Question: {prompt}\nAnswer:")
+    return Task("gsm8k", rows, math_reward, chat=BOXED, text="Question: {prompt}\nAnswer:", stop=("Question:",))
 
 def math500(source="HuggingFaceH4/MATH-500", **more)->Task: # as for `gsm8k`; rows of {prompt or problem, answer}
     "500 competition problems (Lightman et al. 2023; Hendrycks et al. 2021), compared as mathematics."
     def row(x): return dict(x, prompt=x.get("prompt") or x["problem"])
     rows = load_rows(source, format=row, **hub(source, split="test"), **more)
-    return Task("math500", rows, math_reward, chat=BOXED, text="Problem: {prompt}\nAnswer:", max_tokens=1024)
+    return Task("math500", rows, math_reward, chat=BOXED, text="Problem: {prompt}\nAnswer:", stop=("Problem:",),
+                max_tokens=1024)
 
 def humaneval(source="openai/openai_humaneval", **more)->Task: # as for `gsm8k`; OpenAI's rows
     "164 functions to be written from their docstring (Chen et al. 2021), run against tests in the sandbox."
@@ -156,9 +164,10 @@ def humaneval(source="openai/openai_humaneval", **more)->Task: # as for `gsm8k`;
 def bbh(source="lukaemon/bbh", **more)->Task: # as for `gsm8k`; rows of {prompt or input, answer or target}
     "BIG-Bench Hard, 27 kinds of questions (Suzgun et al. 2022), by the answer that is stated last."
     def row(x): return dict(x, prompt=x.get("prompt") or x["input"], answer=x.get("answer") or x["target"])
-    rows = load_rows(source, format=row, **hub(source, split="test"), **more)
+    kinds = [dict(name=x, split="test") for x in BBH] if hub(source, split="test") and "name" not in more else [{}]
+    rows = [x for kind in kinds for x in load_rows(source, format=row, **kind, **more)]
     return Task("bbh", rows, bbh_reward, chat="{prompt}\n\nReason step by step, and end with: The answer is …",
-                text="Q: {prompt}\nA:")
+                text="Q: {prompt}\nA:", stop=("\nQ:",))
 
 def preferences(
     source,         # as for `gsm8k`; pairs, see `FORMATS`

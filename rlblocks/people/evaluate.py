@@ -7,6 +7,7 @@ __all__ = ['compared', 'report_text', 'evaluate_command']
 
 # %% ../../nbs/people/18_evaluate.ipynb #ca5b81d9
 import argparse
+import importlib
 import json
 import re
 import textwrap
@@ -14,13 +15,53 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from ..checkpoint.convert import convert
+from ..checkpoint.saves import saves_in
 from ..evaluation.evaluate import evaluate
 from ..evaluation.results import Comparison, Evaluation, as_text, load_evaluation
 from ..evaluation.tasks import TASKS, Task, task_of
 from .run import NoLoop, named
+from ..tracking.sinks import JsonLines
 
 # %% ../../nbs/people/18_evaluate.ipynb #24fb6964
+def newest_save(
+    run:str|Path,
+)->Path|None: # None: it is no run, has saved nothing yet, or its model is newer
+    "Return the newest save of a run that goes on."
+    model, saves = Path(run)/"model"/"config.json", saves_in(run)
+    if not saves or not (Path(run)/"config.yaml").exists(): return None
+    return saves[-1] if not model.exists() or model.stat().st_mtime < saves[-1].stat().st_mtime else None
+
+def evaluate_save(
+    run:str|Path,
+    save:Path,    # of the run
+    tasks:Sequence[Task],
+    folder:str|Path, # of all evaluations
+    **how,        # as for `evaluate`
+)->Evaluation:
+    "Evaluate a save of a run, also of one that goes on meanwhile."
+    flags = importlib.import_module("yaml").safe_load((Path(run)/"config.yaml").read_text(encoding="utf-8"))
+    base, name = flags.get("model"), f"{run} {save.name}"
+    if base is None:
+        raise NoLoop(f"rlblocks evaluate: {run}/config.yaml names no model of which {save.name} could be the weights; "
+                     "`rlblocks convert` makes a model of it")
+    part = next((k for k in ("policy", "scorer") if (save/f"{k}.pt").exists()), None)
+    with TemporaryDirectory() as model:
+        convert(save, model, base=base["name"] if isinstance(base, dict) else base, part=part,
+                merge=bool(flags.get("lora")))
+        return evaluate(model, tasks, folder=own_folder(folder, name), name=name, **how)
+
+def behind(
+    run:str|Path,
+    save:Path, # that was measured
+)->str:
+    "Say how far the run is ahead of a save."
+    step, rows = int(save.name.removeprefix("step-")), JsonLines(Path(run)/"log.jsonl").rows()
+    now = max((row["step"] + 1 for row in rows), default=step)
+    return f"{run}: measured after {step:,} steps; the run has done {now:,}, which is {now - step:,} more."
+
 def model_folder(
     word:str, # name, folder of a model, or of a run that has saved one
 )->str:
@@ -98,12 +139,15 @@ def evaluate_command(
     tasks = tasks_named(given.tasks, reward=given.reward, reference=given.reference)
     how = {k: getattr(given, k) for k in ("n", "temperature", "max_tokens", "limit", "prompts", "seed", "regrade",
                                           "rollout_engine")}
-    found = []
+    found, notes = [], []
     for word in given.models:
         if (Path(word)/"evaluation.json").exists(): found.append(load_evaluation(word)); continue
         if not tasks: raise NoLoop("rlblocks evaluate: --tasks are wanted: " + ", ".join(TASKS))
-        found.append(evaluate(model_folder(word), tasks, folder=own_folder(given.folder, word), name=word, **how))
-    print(report_text(found))
+        if save := newest_save(word):
+            found.append(evaluate_save(word, save, tasks, given.folder, **how))
+            notes.append(behind(word, save))
+        else: found.append(evaluate(model_folder(word), tasks, folder=own_folder(given.folder, word), name=word, **how))
+    print("\n".join([report_text(found), *notes]))
     if len(found) > 1:
         made = {f"{c.first.model} → {c.second.model}": c.rows() for c in compared(found)}
         file = Path(given.folder)/"comparison.json"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..checkpoint.saves import writable
 from ..data.prompts import Prompts
-from ..evaluation.samples import answers, append_lines, skip_answered
+from ..evaluation.samples import answers, append_lines, read_lines, skip_answered
 from ..graders.graders import Grader, best_rows
 from ..rollout.rollout import Rollout
 
@@ -38,11 +38,12 @@ def generate(
     if not hasattr(data, "__len__"): raise ValueError("generate: the data is a stream; leave `streaming` out")
     file, data.shuffle = Path(out), False
     writable(file.parent, "generate")
-    done = skip_answered(file, data, "generate")
+    done = read_lines(file)
+    skip_answered(data, done, f"generate: {file}")
     rollout = pool.place(Rollout, model, tokenizer=tokenizer, engine=rollout_engine, max_tokens=max_tokens,
                          temperature=temperature, top_p=top_p)
     grader = pool.place(Grader, reward) if reward else None
-    for step in range(-(-(len(data) - done)//prompts)):
+    for step in range(-(-(len(data) - len(done))//prompts)):
         batch = rollout.generate(data.take(min(prompts, len(data) - data.taken)), group_size=n, seed=seed)
         if grader: batch["scores"] = grader.score(batch)
         kept = batch[best_rows(batch.scores, batch.group)] if best else batch
