@@ -4362,6 +4362,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'rlblocks/people/evaluate.py'),
                                           'rlblocks.people.evaluate.report_text': ( 'people/evaluate.html#report_text',
                                                                                     'rlblocks/people/evaluate.py'),
+                                          'rlblocks.people.evaluate.step_of': ( 'people/evaluate.html#step_of',
+                                                                                'rlblocks/people/evaluate.py'),
                                           'rlblocks.people.evaluate.tasks_named': ( 'people/evaluate.html#tasks_named',
                                                                                     'rlblocks/people/evaluate.py')},
             'rlblocks.people.explore': { 'rlblocks.people.explore.explore': ('people/explore.html#explore', 'rlblocks/people/explore.py'),

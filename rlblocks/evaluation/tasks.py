@@ -180,21 +180,21 @@ def preferences(
 
 def perplexity(source, *, window:int=512, **more)->Task: # as for `gsm8k`; rows of {text}; see `bits_per_byte`
     "How many bits a byte of text costs a model, whatever its tokenizer. The perplexity of a byte is 2 to this power."
-    return Task("perplexity", load_rows(source, format="text", **more), measure=partial(bits_per_byte, window=window),
-                unit="bits per byte", lower=True)
+    rows = [dict(text=x["text"]) for x in load_rows(source, format="text", **more)]     # texts may begin alike
+    return Task("perplexity", rows, measure=partial(bits_per_byte, window=window), unit="bits per byte", lower=True)
 
 TASKS = dict(gsm8k=gsm8k, math500=math500, humaneval=humaneval, bbh=bbh, preferences=preferences, perplexity=perplexity)
 
 # %% ../../nbs/evaluation/01_tasks.ipynb #aff1a2fa
 def task_of(
-    what,          # Task; name of TASKS; "gsm8k=FILE": one of them, of other rows; a file, with `reward`
+    what,          # Task; name of TASKS; "gsm8k=FILE": one of them, of other rows; with `reward` a file, "name=FILE"
     reward:Callable|None=None, # grades the rows of a file
 )->Task:
     "Return the task that a word means. ValueError for an unknown one, with those that are known."
     if isinstance(what, Task): return what
     name, eq, source = str(what).partition("=")
     make:Callable[..., Task]|None = TASKS.get(name)
-    if reward is not None and (eq or make is None):
+    if make is None and reward is not None:
         return Task(name if eq else Path(name).name.split(".")[0], load_rows(source or name), reward)
     if make is None:
         raise ValueError(f"evaluate: there is no task {name!r}; there are {', '.join(TASKS)}, each also with rows of "

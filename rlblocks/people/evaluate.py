@@ -34,6 +34,8 @@ def newest_save(
     if not saves or not (Path(run)/"config.yaml").exists(): return None
     return saves[-1] if not model.exists() or model.stat().st_mtime < saves[-1].stat().st_mtime else None
 
+def step_of(save:Path)->int: return int(save.name.removeprefix("step-"))
+
 def evaluate_save(
     run:str|Path,
     save:Path,    # of the run
@@ -43,7 +45,7 @@ def evaluate_save(
 )->Evaluation:
     "Evaluate a save of a run, also of one that goes on meanwhile."
     flags = importlib.import_module("yaml").safe_load((Path(run)/"config.yaml").read_text(encoding="utf-8"))
-    base, name = flags.get("model"), f"{run} {save.name}"
+    base, name = flags.get("model"), f"{run} step {step_of(save)}"
     if base is None:
         raise NoLoop(f"rlblocks evaluate: {run}/config.yaml names no model of which {save.name} could be the weights; "
                      "`rlblocks convert` makes a model of it")
@@ -58,7 +60,7 @@ def behind(
     save:Path, # that was measured
 )->str:
     "Say how far the run is ahead of a save."
-    step, rows = int(save.name.removeprefix("step-")), JsonLines(Path(run)/"log.jsonl").rows()
+    step, rows = step_of(save), JsonLines(Path(run)/"log.jsonl").rows()
     now = max((row["step"] + 1 for row in rows), default=step)
     return f"{run}: measured after {step:,} steps; the run has done {now:,}, which is {now - step:,} more."
 
