@@ -30,12 +30,12 @@ def evaluated(model, task, rows, tmp_path):
     from lm_eval import simple_evaluate
     file = tmp_path/"rows.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    task = dict(task="ours", dataset_path="json", dataset_kwargs=dict(data_files=dict(test=str(file))), test_split="test",
-                target_delimiter="", **task)
+    task = dict(task="ours", dataset_path="json", dataset_kwargs=dict(data_files=dict(test=str(file))),
+                test_split="test", target_delimiter="", **task)
     with Endpoint(Rollout(str(model), temperature=1., max_tokens=4)) as at:
         os.environ["OPENAI_API_KEY"] = at.token
-        args = dict(model="policy", base_url=f"{at.url}/completions", tokenizer=str(model), num_concurrent=1, max_length=64,
-                    tokenizer_backend="huggingface", max_gen_toks=6)
+        args = dict(model="policy", base_url=f"{at.url}/completions", tokenizer=str(model), num_concurrent=1,
+                    max_length=64, tokenizer_backend="huggingface", max_gen_toks=6)
         return simple_evaluate("local-completions", model_args=args, tasks=[task], batch_size=3, log_samples=True,
                                bootstrap_iters=0)
 
