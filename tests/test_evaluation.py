@@ -2,6 +2,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import pytest
 import tiny
 import torch
 from conftest import ROOT
-from rlblocks import Policy, Preferences, Prompts, Rollout, Scorer, evaluate, later, load_evaluation
+from forked import on_ranks
+from rlblocks import Policy, Preferences, Prompts, Rollout, Scorer, SpmdPool, evaluate, later, load_evaluation
 from rlblocks.evaluation.results import Evaluation, TaskResult
 from rlblocks.evaluation.tasks import Task, bbh, gsm8k, humaneval, math500, perplexity, preferences
 from rlblocks.people.command import command_line
@@ -142,7 +144,7 @@ def test_a_folder_has_the_answers_of_one_model_and_one_way_to_sample(folder, tmp
 
 
 # -- beside training
-def trained(exam, background, tmp):
+def trained(exam, background, tmp, saved=None):
     "Four steps of a policy, with an exam before each or without."
     policy = Policy(tiny.model(), lr=1e-2, tokenizer=tiny.tokenizer())
     rollout = Rollout(tiny.model(), tokenizer=tiny.tokenizer(), max_tokens=5)
@@ -156,6 +158,7 @@ def trained(exam, background, tmp):
         if examiner is not None:
             examiner.load(policy.weights())
             running = (later if background else AtOnce)(evaluate, examiner, [EXAM, texts], folder=tmp/f"{step}", n=2)
+        if saved and step == 2: evaluate(saved, [EXAM, texts], n=2)      # a model that is loaded, in the loop's process
         batch = rollout.generate(data.take(4), group_size=2, seed=(0, step))
         batch["advantages"] = torch.where(batch.mask, 1., 0.)*torch.rand(len(batch), 1)
         metrics = policy.step(batch, lambda out, b: (-(out.logprobs*b.advantages).sum()/b.n_tokens, {}))
@@ -172,11 +175,11 @@ class AtOnce:
     def result(self): return self.made
 
 
-def test_evaluating_changes_no_bit_of_the_run(tmp_path):
+def test_evaluating_changes_no_bit_of_the_run(tmp_path, folder):
     "Random numbers, modes, the order of the data, samples, metrics and weights; at once, and beside training."
     alone, weights, _ = trained(False, False, tmp_path)
     for background in (False, True):
-        run, other, seen = trained(True, background, tmp_path/str(background))
+        run, other, seen = trained(True, background, tmp_path/str(background), folder)
         assert run == alone and all(torch.equal(weights[k], other[k]) for k in weights)
         assert [x["evaluation/version"] for x in seen] == [0, 1, 2, 3]
         assert [x["evaluation/lag"] for x in seen] == [1, 1, 1, 1]
@@ -194,6 +197,30 @@ def test_answers_of_two_versions_are_not_mixed(tmp_path):
     examiner.load(policy.weights())
     with pytest.raises(ValueError, match="answers of version 0, and the weights have version 1"):
         evaluate(examiner, EXAM, folder=tmp_path)
+
+
+def exam_on_rank(rank, ranks, folder, out):
+    pool = SpmdPool()
+    texts = Task("texts", [dict(text=f"w{i}") for i in range(5)], measure=perplexity([dict(text="w3")]).measure)
+    kept = evaluate(folder, [EXAM, texts], folder=out/"kept", name="m", n=2, prompts=8, pool=pool)
+    again = evaluate(folder, [EXAM, texts], folder=out/"kept", name="m", n=2, prompts=8, pool=pool)
+    lost = evaluate(folder, [EXAM, texts], name="m", n=2, prompts=8, pool=pool)
+    failed = "nothing"
+    try: evaluate(folder, replace(EXAM, reward=lambda completions, **_: 1/0), name="m", pool=pool)
+    except RuntimeError as e: failed = str(e)
+    try: later(evaluate, folder, EXAM)
+    except RuntimeError as e: failed += str(e)
+    (out/f"{rank}.json").write_text(json.dumps([*map(repr, (kept, again, lost)), failed]))
+
+
+def test_ranks_evaluate_together(folder, tmp_path):
+    "Rank 0 alone has the files, all have the table, and an error of the grader ends all."
+    on_ranks(exam_on_rank, (folder, tmp_path), 2, group=False)
+    one, two = (json.loads((tmp_path/f"{r}.json").read_text()) for r in (0, 1))
+    alone = evaluate(folder, EXAM, name="m", n=2)
+    assert {*one[:3], *two[:3]} == {one[0]}
+    assert [*map(str.split, repr(alone).splitlines())][-1] in [*map(str.split, one[0].splitlines())]
+    assert all("ZeroDivisionError" in x[3] and "there are 2 ranks" in x[3] for x in (one, two))
 
 
 # -- what is asked
@@ -264,6 +291,29 @@ def test_the_command_says_which_checkpoint_is_better(folder, tmp_path, capsys, m
     assert "score the same on exam" in capsys.readouterr().out
     assert command_line(["evaluate", "run", "--tasks", "exm"]) == 2
     assert "there is no task 'exm'; there are gsm8k" in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on_is_measured_at_its_newest_save(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    lines = [dict(prompt=f"w{i}", completion=f" w{i+1} w{i+2}") for i in range(2, 26)]
+    (tmp_path/"rows.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    (tmp_path/"texts.jsonl").write_text("".join(json.dumps(dict(text=f"w{i} w{i+2}")) + "\n" for i in range(2, 26)))
+    words = ["--steps", "5", "--save_every", "2", "--rows", "4", "--folder", "run"]
+    assert command_line(["sft", "--data", "rows.jsonl", "--model", str(folder), "--lr", "0.01", *words]) == 0
+    tasks = ["--tasks", "perplexity=texts.jsonl"]
+    assert command_line(["evaluate", "run", *tasks]) == 0          # it has ended: its model
+    assert "more" not in capsys.readouterr().out
+    shutil.rmtree("run/model")                                     # it goes on: its saves alone
+    assert command_line(["evaluate", "run", *tasks]) == 0
+    assert "run: measured after 5 steps; the run has done 5, which is 0 more" in capsys.readouterr().out
+    ended, at_5 = (load_evaluation(f"evaluations/run{x}") for x in ("", "-step-5"))
+    assert ended.tasks["perplexity"].scores == at_5.tasks["perplexity"].scores
+    shutil.rmtree("run/step-00000005")
+    assert command_line(["evaluate", str(folder), "run", *tasks]) == 0
+    said = capsys.readouterr().out
+    assert "run: measured after 4 steps; the run has done 5, which is 1 more" in said and "run step 4" in said
+    assert load_evaluation("evaluations/run-step-4").tasks["perplexity"].scores != at_5.tasks["perplexity"].scores
+    assert command_line(["evaluate", "run", *tasks]) == 0          # the same weights, made anew: nothing is refused
 
 
 # -- real rows

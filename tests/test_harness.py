@@ -1,5 +1,5 @@
-"""lm-eval, inspect-ai and lighteval themselves against the endpoint. `make harness` gives them environments of their own,
-where the files of tests/harness run."""
+"""lm-eval, inspect-ai and lighteval themselves against the endpoint. `make harness` gives them environments of their
+own, where the files of tests/harness run."""
 import os
 import subprocess
 
@@ -7,7 +7,8 @@ import pytest
 from conftest import ROOT
 
 
-@pytest.mark.parametrize(("name", "place"), [("lm_eval", "harness"), ("inspect", "harness"), ("lighteval", "lighteval")])
+@pytest.mark.parametrize(("name", "place"), [("lm_eval", "harness"), ("inspect", "harness"),
+                                             ("lighteval", "lighteval")])
 def test_with_the_packages_themselves(name, place):
     python = ROOT/".venv"/place/"bin"/"python"
     if not python.exists(): pytest.skip(f"{name} is not installed: make harness")
