@@ -280,6 +280,7 @@ def test_the_command_says_which_checkpoint_is_better(folder, tmp_path, capsys, m
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT/"tests")
     (tmp_path/"exam.jsonl").write_text("".join(json.dumps(x) + "\n" for x in ROWS))
+    (tmp_path/"texts.jsonl").write_text("".join(json.dumps(dict(text=f"w{i} w2")) + "\n" for i in range(2, 8)))
     Policy(tiny.model(seed=1), frozen=True, tokenizer=tiny.tokenizer()).save_pretrained(tmp_path/"run"/"model")
     words = ["--tasks", "exam.jsonl", "--reward", "test_evaluation:even", "--max-tokens", "6"]
     assert command_line(["evaluate", str(folder), "run", *words]) == 0
@@ -287,6 +288,8 @@ def test_the_command_says_which_checkpoint_is_better(folder, tmp_path, capsys, m
     assert said.count("exam") >= 3 and "on exam" in said and "95 % interval" in said
     found = json.loads((tmp_path/"evaluations"/"comparison.json").read_text())
     assert [*found] == [f"{folder} → run"]
+    assert command_line(["evaluate", "run", *words, "--tasks", "perplexity=texts.jsonl"]) == 0
+    assert "bits per byte" in capsys.readouterr().out                  # a task of a known name has its own grading
     assert command_line(["evaluate", "evaluations/run", "evaluations/run"]) == 0
     assert "score the same on exam" in capsys.readouterr().out
     assert command_line(["evaluate", "run", "--tasks", "exm"]) == 2

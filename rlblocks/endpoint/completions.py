@@ -27,7 +27,7 @@ from ..samplers.sampler import Completion, Sampling, check_sampling, sample_seed
 # %% ../../nbs/endpoint/10_completions.ipynb #06395ced
 @dataclass(frozen=True)
 class CompletionCall:
-    "What a client asks."
+    "Hold what a client asks."
     prompts:list[list[int]]     # ids
     model:str
     max_tokens:int
@@ -93,7 +93,7 @@ def check_room(ids:list[int], max_tokens:int, number:int, rollout:Rollout):
 # %% ../../nbs/endpoint/10_completions.ipynb #67b8dd74
 @dataclass(frozen=True)
 class Scored:
-    "Log-probs of a text's tokens but the first."
+    "Hold the log-probs of a text's tokens, all but the first."
     chosen:list[float]               # of the token itself
     likeliest:list[list[tuple[int, float]]] # ids with their log-probs, the likeliest first
 

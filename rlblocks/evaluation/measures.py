@@ -8,7 +8,6 @@ __all__ = ['prefers_chosen', 'bits_per_byte']
 # %% ../../nbs/evaluation/03_measures.ipynb #38e34911
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from ..data.batch import Batch, pairs
 from ..data.columns import pad
 from ..data.preferences import Preferences
 from ..data.prompts import encode
-from ..models.policy import Policy
 
 # %% ../../nbs/evaluation/03_measures.ipynb #21c67edd
 def prefers_chosen(
@@ -26,10 +24,9 @@ def prefers_chosen(
     rows,      # {prompt, chosen, rejected}
     tokenizer,
     *,
-    reference=None, # policy, or its name, that a policy was trained from; None: log-probs as they are
+    reference=None, # policy that the model was trained from; None: log-probs as they are
 )->list[dict]: # {score, margin} of each row: 1, 0 or, for a tie, 1/2
-    "Whether a model prefers the chosen of two answers."
-    if isinstance(reference, str | Path): reference = Policy(reference, frozen=True)
+    "Say for each row whether a model prefers the chosen of two answers."
     chat = getattr(tokenizer, "chat_template", None)
     placed = [dict(row if chat else as_plain(row), place=i) for i, row in enumerate(rows)]
     data = Preferences(placed, tokenizer, shuffle=False)
@@ -71,7 +68,7 @@ def bits_per_byte(
     *,
     window:int=512, # most tokens that are read together: the same for models that are compared
 )->list[dict]: # {score: bits a byte, weight: bytes} of each text
-    "How many bits a byte of each text costs a model."
+    "Return how many bits a byte of each text costs a model."
     start, made, of = first_token(tokenizer), [], []
     for i, ids in enumerate(encode([row["text"] for row in rows], tokenizer)):
         for k in range(0, len(ids), window - 1):

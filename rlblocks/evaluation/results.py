@@ -26,7 +26,7 @@ from ..statistics.pass_at_k import pass_at_k
 # %% ../../nbs/evaluation/04_results.ipynb #fdf300af
 @dataclass(frozen=True)
 class TaskResult:
-    "Scores of one task, prompt by prompt."
+    "Hold the scores of one task, prompt by prompt."
     name:str
     keys:list[str]                # of prompts, see `keyed`
     scores:list[list[float]]      # of the samples of each prompt; NaN: could not be graded
@@ -85,7 +85,7 @@ def evenly(
 # %% ../../nbs/evaluation/04_results.ipynb #4a8b7f9e
 @dataclass(frozen=True)
 class Evaluation:
-    "What a model scores on tasks. It shows itself as a table."
+    "Hold what a model scores on tasks. It shows itself as a table."
     model:str                     # what it is called
     tasks:dict[str, TaskResult]
     version:int|None=None         # of the weights, of a running loop; None: of a folder
@@ -169,7 +169,7 @@ def bar(row:dict)->str:
 # %% ../../nbs/evaluation/04_results.ipynb #3539052c
 @dataclass(frozen=True)
 class Difference:
-    "The second model's score less the first's, on the prompts that both have."
+    "Hold by how much the second model's score is above the first's, on the prompts that both have."
     task:str
     unit:str
     lower:bool
@@ -183,7 +183,7 @@ class Difference:
 
     @property
     def winner(self)->int|None: # 0 or 1; None: it may be chance
-        "Which of the two is better."
+        "Return which of the two is better."
         if not (self.low > 0 or self.high < 0): return None
         return int((self.low > 0) is not self.lower)
 
@@ -247,7 +247,7 @@ def differences(
 
 # %% ../../nbs/evaluation/04_results.ipynb #3da38c29
 class Comparison:
-    "Which of two models is better, task by task. It shows itself as sentences."
+    "Say which of two models is better, task by task. It shows itself as sentences."
 
     def __init__(self,
         first:Evaluation,

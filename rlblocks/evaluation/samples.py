@@ -68,7 +68,7 @@ def skip_answered(
     data.shuffle, data.taken = False, max(len(lines) - 1, 0)
     if not lines: return
     if len(lines) > len(data):
-        raise ValueError(f"{title} holds answers to {len(lines)} prompts, and there are {len(data)}; remove it, or name "
-                         "another")
+        raise ValueError(f"{title} holds answers to {len(lines)} prompts, and there are {len(data)}; remove it, or "
+                         "name another")
     if data.take(1).prompt[0] != (last := lines[-1]["prompt"]):
         raise ValueError(f"{title} holds answers to other prompts ({str(last)[:40]!r}); remove it, or name another")

@@ -27,7 +27,7 @@ from ..graders.sandbox import Sandbox
 # %% ../../nbs/evaluation/01_tasks.ipynb #6a2ca58c
 @dataclass(frozen=True)
 class Task:
-    "What a model is asked, and how its answers are graded."
+    "Describe what a model is asked, and how its answers are graded."
     name:str                      # of its files and its line in the table
     rows:Any                      # dicts of a `prompt` and what the reward reads; a Dataset
     reward:Callable|None=None     # fn(completions, **columns) -> a number each, None: it cannot be graded
@@ -97,7 +97,7 @@ def humaneval_reward(
     test:list[str],        # of HumanEval: defines `check`
     **_,                   # other columns are ignored
 )->list[float]:
-    "1 where a completion passes all tests of its problem, run in the sandbox."
+    "Return 1 where a completion passes all tests of its problem, run in the sandbox."
     programs = [humaneval_program(*x) for x in zip(code, entry_point, completions, strict=True)]
     tests = [[f"{t}\n\ncheck({name})"] for t, name in zip(test, entry_point, strict=True)]
     return [float(all(x)) for x in passed_tests(programs, tests, Sandbox())]
@@ -120,7 +120,7 @@ def bbh_reward(
     answer:list[str], # a letter in parentheses, a word, a number, brackets
     **_,              # other columns are ignored
 )->list[float]:
-    "1 where the answer that a completion states last is the right one."
+    "Return 1 where the answer that a completion states last is the right one."
     def right(c, a):
         if re.fullmatch(r"\([A-Z]\)", a.strip()) and choice_reward([c], [a])[0]: return 1.
         return float(plain_answer(last_answer(c)) == plain_answer(a))
@@ -145,24 +145,24 @@ def gsm8k(
     source="openai/gsm8k", # file, folder or Hub name of {question, answer}
     **more,                # of `load_rows`: limit, where, …
 )->Task:
-    "Grade-school mathematics, 1,319 questions (Cobbe et al. 2021), the answer compared as a number."
+    "Make the task GSM8K: 1,319 questions of grade-school mathematics (Cobbe et al. 2021), compared as numbers."
     rows = load_rows(source, **hub(source, name="main", split="test"), **more)
     return Task("gsm8k", rows, math_reward, chat=BOXED, text="Question: {prompt}\nAnswer:", stop=("Question:",))
 
 def math500(source="HuggingFaceH4/MATH-500", **more)->Task: # as for `gsm8k`; rows of {prompt or problem, answer}
-    "500 competition problems (Lightman et al. 2023; Hendrycks et al. 2021), compared as mathematics."
+    "Make the task MATH-500: competition problems (Lightman et al. 2023; Hendrycks et al. 2021)."
     def row(x): return dict(x, prompt=x.get("prompt") or x["problem"])
     rows = load_rows(source, format=row, **hub(source, split="test"), **more)
     return Task("math500", rows, math_reward, chat=BOXED, text="Problem: {prompt}\nAnswer:", stop=("Problem:",),
                 max_tokens=1024)
 
 def humaneval(source="openai/openai_humaneval", **more)->Task: # as for `gsm8k`; OpenAI's rows
-    "164 functions to be written from their docstring (Chen et al. 2021), run against tests in the sandbox."
+    "Make the task HumanEval: 164 functions to be written (Chen et al. 2021), run against tests in the sandbox."
     rows = load_rows(source, format=lambda x: dict(x, code=x["prompt"]), **hub(source, split="test"), **more)
     return Task("humaneval", rows, humaneval_reward, chat=WRITE)
 
 def bbh(source="lukaemon/bbh", **more)->Task: # as for `gsm8k`; rows of {prompt or input, answer or target}
-    "BIG-Bench Hard, 27 kinds of questions (Suzgun et al. 2022), by the answer that is stated last."
+    "Make the task BIG-Bench Hard: 27 kinds of questions (Suzgun et al. 2022), by the answer that is stated last."
     def row(x): return dict(x, prompt=x.get("prompt") or x["input"], answer=x.get("answer") or x["target"])
     kinds = [dict(name=x, split="test") for x in BBH] if hub(source, split="test") and "name" not in more else [{}]
     rows = [x for kind in kinds for x in load_rows(source, format=row, **kind, **more)]
@@ -172,14 +172,14 @@ def bbh(source="lukaemon/bbh", **more)->Task: # as for `gsm8k`; rows of {prompt 
 def preferences(
     source,         # as for `gsm8k`; pairs, see `FORMATS`
     *,
-    reference=None, # what a policy was trained from; see `prefers_chosen`
+    reference=None, # policy that a policy was trained from; see `prefers_chosen`
     **more,
 )->Task:
-    "Whether a model prefers the chosen of two answers: a policy by its log-probs, a reward model by its scores."
+    "Make the task of preferring the chosen of two answers: by log-probs, or by the scores of a reward model."
     return Task("preferences", load_rows(source, **more), measure=partial(prefers_chosen, reference=reference))
 
 def perplexity(source, *, window:int=512, **more)->Task: # as for `gsm8k`; rows of {text}; see `bits_per_byte`
-    "How many bits a byte of text costs a model, whatever its tokenizer. The perplexity of a byte is 2 to this power."
+    "Make the task of the bits that a byte of text costs, whatever the tokenizer; 2 to this power is its perplexity."
     rows = [dict(text=x["text"]) for x in load_rows(source, format="text", **more)]     # texts may begin alike
     return Task("perplexity", rows, measure=partial(bits_per_byte, window=window), unit="bits per byte", lower=True)
 

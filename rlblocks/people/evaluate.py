@@ -22,6 +22,7 @@ from ..checkpoint.saves import saves_in
 from ..evaluation.evaluate import evaluate
 from ..evaluation.results import Comparison, Evaluation, as_text, load_evaluation
 from ..evaluation.tasks import TASKS, Task, task_of
+from ..models.policy import Policy
 from .run import NoLoop, named
 from ..tracking.sinks import JsonLines
 
@@ -94,7 +95,8 @@ def tasks_named(
     if not all(isinstance(t, Task) for t in made):
         raise NoLoop("rlblocks evaluate: --tasks: a function returned no Task")
     if reference is None: return made
-    return [replace(t, measure=partial(t.measure, reference=reference)) if t.name == "preferences" and t.measure else t
+    base = Policy(reference, frozen=True)
+    return [replace(t, measure=partial(t.measure, reference=base)) if t.name == "preferences" and t.measure else t
             for t in made]
 
 # %% ../../nbs/people/18_evaluate.ipynb #a7d8b1ac
@@ -124,10 +126,10 @@ def evaluate_command(
     add = flags.add_argument
     add("models", nargs="+", metavar="MODEL", help="name, or folder of a model, run or evaluation")
     add("--tasks", nargs="+", default=[], metavar="TASK",
-        help=f"{', '.join(TASKS)}, each also with rows of your own, gsm8k=FILE; a file, with --reward; module:function, "
-             "which returns a Task")
+        help=f"{', '.join(TASKS)}, each also with rows of your own, gsm8k=FILE; a file, with --reward; "
+             "module:function, which returns a Task")
     add("--reward", help="module:function that grades files")
-    add("--reference", metavar="MODEL", help="what a policy was trained from, for its preferences")
+    add("--reference", metavar="MODEL", help="what the policies were trained from, for preferences")
     add("--folder", default="evaluations", help="gets a folder for each model, from which a stopped evaluation goes on")
     add("--n", type=int, default=1, help="samples of each prompt")
     add("--temperature", type=float, help="0, if not given; of several samples 1")
