@@ -275,6 +275,19 @@ def test_the_sentence_is_sure_only_where_the_interval_is():
     assert few.tasks[0].winner == 0 and "a is better than b" in repr(few)      # less is better
 
 
+def test_the_sentence_has_the_numbers_of_the_table():
+    "Also where prompts come more than once, or weigh more than others."
+    def of(name, *scores, **how):
+        made = TaskResult("quiz", [*"aaabcd"], [[x] for x in scores], **how)
+        return Evaluation(name, dict(quiz=made))
+    for how in ({}, dict(weights=[1., 2, 3, 4, 5, 6], unit="bits", lower=True)):
+        one, two = of("one", 1., 0, 1, 0, 1, 0, **how), of("two", 1., 1, 0, 1, 1, 1, **how)
+        said = one.compare(two).tasks[0]
+        shown = [e.tasks["quiz"].estimate().value for e in (one, two)]
+        assert [said.first, said.second] == pytest.approx(shown) and said.value == pytest.approx(shown[1] - shown[0])
+        assert said.prompts == 4
+
+
 def test_the_command_says_which_checkpoint_is_better(folder, tmp_path, capsys, monkeypatch):
     "One command; an earlier evaluation in a model's place; a run's folder for its model."
     monkeypatch.chdir(tmp_path)

@@ -37,16 +37,25 @@ class TaskResult:
     truncated:list[bool]=field(default_factory=list)  # whether it was cut at the longest answer
     left_out:int=0                # prompts that are longer than the model reads
 
-    def rows(self,
-        keys:Sequence[str]|None=None, # of prompts that count; None: all
-    )->tuple[Float[Tensor, " B"], Int[Tensor, " B"]]: # scores, and the number of each row's prompt
+    def rows(self)->tuple[Float[Tensor, " B"], Int[Tensor, " B"]]: # scores, and the number of each row's prompt
         "Return one score a sample, whose plain mean is the score of the task."
-        number = {k: i for i, k in enumerate(dict.fromkeys(self.keys) if keys is None else keys)}
-        weights = self.weights or [1.]*len(self.keys)
-        rows = [(x, w, number[k]) for k, s, w in zip(self.keys, self.scores, weights, strict=True) if k in number
-                for x in s]
+        number, weights = {k: i for i, k in enumerate(dict.fromkeys(self.keys))}, self.weights or [1.]*len(self.keys)
+        rows = [(x, w, number[k]) for k, s, w in zip(self.keys, self.scores, weights, strict=True) for x in s]
         scores, weight = (torch.tensor([row[i] for row in rows], dtype=torch.float64) for i in (0, 1))
         return evenly(scores, weight), torch.tensor([row[2] for row in rows], dtype=torch.long)
+
+    def prompt_scores(self,
+        keys:Sequence[str], # of prompts, each once
+    )->Float[Tensor, " P"]: # NaN where no sample of a prompt is graded
+        "Return one score a prompt, whose plain mean is the score of the task on these prompts."
+        number, weights = {k: i for i, k in enumerate(keys)}, self.weights or [1.]*len(self.keys)
+        total, weight = torch.zeros(2, len(number), dtype=torch.float64)
+        for k, s, w in zip(self.keys, self.scores, weights, strict=True):
+            graded = [x for x in s if x == x]
+            if k not in number or not graded: continue
+            total[number[k]] += w*sum(graded)/len(graded)
+            weight[number[k]] += w
+        return evenly(total/weight, weight)
 
     def estimate(self)->Interval:
         "Return the mean score with its 95 % interval, prompts as clusters."
@@ -219,11 +228,6 @@ def round_up(n:float)->int:
     step = 10**max(math.floor(math.log10(n)) - 1, 0)
     return math.ceil(n/step)*step
 
-def by_prompt_mean(scores:Float[Tensor, " B"], group:Int[Tensor, " B"])->float:
-    "Return the mean over prompts of their mean scores, as a paired difference has it."
-    means = [scores[group == g].nanmean() for g in group.unique()]
-    return float(torch.stack(means).nanmean())
-
 def differences(
     first:Evaluation,
     second:Evaluation,
@@ -236,10 +240,11 @@ def differences(
         if not common:
             raise ValueError(f"compare: {first.model} and {second.model} have no prompt of {name} in common: they were "
                              "evaluated on other rows")
-        a, b = one.rows(common), two.rows(common)
-        found, p = paired_difference(*b, *a)
-        made.append(Difference(name, one.unit, one.lower, found.n, by_prompt_mean(*a), by_prompt_mean(*b), found.value,
-                               found.low, found.high, p))
+        a, b, group = one.prompt_scores(common), two.prompt_scores(common), torch.arange(len(common))
+        found, p = paired_difference(b, group, a, group)
+        both = ~(a.isnan() | b.isnan())
+        made.append(Difference(name, one.unit, one.lower, found.n, float(a[both].mean()), float(b[both].mean()),
+                               found.value, found.low, found.high, p))
     if not made:
         raise ValueError(f"compare: {first.model} and {second.model} have no task in common: {', '.join(first.tasks)}; "
                          f"{', '.join(second.tasks)}")
