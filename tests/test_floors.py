@@ -54,6 +54,12 @@ def test_the_package_loads_floors_0_to_2_and_nothing_heavy():
             and m.startswith("rlblocks.")} == {m for m, floor in FLOORS.items() if floor <= 2}
 
 
+def test_no_module_starts_cuda_when_it_is_imported():
+    "LAWS 32: a process that forks afterwards could not use CUDA."
+    fresh("import torch\ndef starts(): raise AssertionError('CUDA is started')\ntorch.cuda._lazy_init = starts\n"
+          + "\n".join(f"import rlblocks.{name}" for name in MODULES))
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_the_import_does_not_search_all_of_torch_for_garbage(enabled):
     "Three quarters of its time were one full collection. The collector is as it was afterwards."

@@ -385,10 +385,11 @@ def test_a_spike_of_one_step_is_drawn_and_no_nan():
     points = thinned(range(1000), ys)
     assert {(517, 40.), (307, 30.)} <= {*points} and len(points) <= 210
     ys[700] = float("inf")
-    drawn = curve_svg("x", [dict(step=i, x=y) for i, y in enumerate(ys)])
+    drawn = curve_svg("x", {"": [dict(step=i, x=y) for i, y in enumerate(ys)]})
     assert "nan" not in drawn and "inf" not in drawn
     assert "nan" not in phases_svg([dict(step=i, seconds_a=y) for i, y in enumerate(ys)])
-    assert curve_svg("x", [dict(x=nan)]*3) == "" and "nan" not in curve_svg("x", [dict(x=1e300), dict(x=2.)])
+    assert curve_svg("x", {"": [dict(x=nan)]*3}) == ""
+    assert "nan" not in curve_svg("x", {"": [dict(x=1e300), dict(x=2.)]})
     assert Curves({"": [dict(x=nan, reward=1e300)]}).png()
 
 

@@ -120,6 +120,14 @@ class _Axes:
         if len(words) == 1: words.append("h1.5")         # one step is a dot
         return "".join(words)
 
+    def line(self, xs, ys):
+        "A line through the values; of many, a faint one, and their running mean."
+        drawn = self.path(thinned(xs, ys))
+        if sum(map(isfinite, ys)) < SMOOTH: return f'<path d="{drawn}" stroke-width="1.8"/>'
+        every = max(1, len(ys)//100)
+        mean = self.path(zip(xs[::-every][::-1], running_mean(ys)[::-every][::-1], strict=True))
+        return f'<path d="{drawn}" opacity=".5"/><path d="{mean}" stroke-width="1.8"/>'
+
     def frame(self, marks):
         "Ticks, first and last step, and a dashed line where something was changed."
         for value in nice_ticks(self.low, self.high):
@@ -142,24 +150,20 @@ def _panel(title, value, inside):
 
 def curve_svg(
     name:str,                             # of the number
-    rows:Sequence[Mapping],               # numbers of the steps
+    runs:Mapping[str, Sequence[Mapping]], # name → numbers of its steps
     marks:Sequence[tuple[int, str]]=(),   # (step, what was changed before it)
 )->str: # SVG, "" where no step has a finite value
-    "Draw one number over the steps."
-    xs, ys = _series(rows, name)
-    finite = [y for y in ys if isfinite(y)]
+    "Draw one number over the steps, of one run or of several."
+    drawn = {label: _series(rows, name) for label, rows in runs.items()}
+    ends = [x for xs, _ in drawn.values() for x in xs]
+    finite = [y for _, ys in drawn.values() for y in ys if isfinite(y)]
     if not finite: return ""
-    axes = _Axes((xs[0], xs[-1]), min(finite), max(finite))
-    faint, bold = (thinned(xs, ys), [])
-    if len(finite) >= SMOOTH:
-        every = max(1, len(ys)//100)
-        bold = list(zip(xs[::-every][::-1], running_mean(ys)[::-every][::-1], strict=True))
-    line = f'stroke="{_COLOURS[0]}" fill="none" stroke-linejoin="round" stroke-linecap="round"'
-    drawn = "".join(axes.frame([m for m in marks if xs[0] <= m[0] <= xs[-1]]))
-    drawn += f'<path d="{axes.path(faint)}" {line} stroke-width="{1 if bold else 1.8}" opacity="{.5 if bold else 1}"/>'
-    if bold: drawn += f'<path d="{axes.path(bold)}" {line} stroke-width="1.8"/>'
-    last = f"{ys[-1]:.4g}"
-    return _panel(name, last, drawn + _text(_RIGHT, 15, last, "end", f'font-size="12" fill="{_COLOURS[0]}"'))
+    axes = _Axes((min(ends), max(ends)), min(finite), max(finite))
+    inside = "".join(axes.frame([m for m in marks if axes.first <= m[0] <= axes.last]))
+    for (label, (xs, ys)), colour in zip(drawn.items(), _COLOURS*len(drawn), strict=False):
+        inside += f'<g stroke="{colour}" fill="none">{axes.line(xs, ys)}<title>{escape(label)}</title></g>'
+    last = f"{next(iter(drawn.values()))[1][-1]:.4g}" if len(drawn) == 1 else ""
+    return _panel(name, last, inside + _text(_RIGHT, 15, last, "end", f'font-size="12" fill="{_COLOURS[0]}"'))
 
 def _series(rows, name):
     "(steps, values) of the rows that have the number; what no float32 holds is a gap."
@@ -205,10 +209,18 @@ class Curves:
         self.runs, self.keys, self.marks = runs, keys, marks
 
     def html(self)->str: # a row of panels, as many as fit side by side
-        "Draw the first run in SVG, without scripts."
-        rows = next(iter(self.runs.values()), [])
-        panels = [curve_svg(name, rows, self.marks) for name in drawn_keys(rows, self.keys)] + [phases_svg(rows)]
-        return f'<div style="display:flex;flex-wrap:wrap;gap:4px 10px">{"".join(panels)}</div>'
+        "Draw them in SVG, without scripts."
+        rows = list(chain.from_iterable(self.runs.values()))
+        panels = [curve_svg(name, self.runs, self.marks) for name in drawn_keys(rows, self.keys)]
+        if len(self.runs) == 1: panels.append(phases_svg(rows))
+        return self._legend() + f'<div style="display:flex;flex-wrap:wrap;gap:4px 10px">{"".join(panels)}</div>'
+
+    def _legend(self):
+        "The names of several runs, in their colours."
+        if len(self.runs) < 2: return ""
+        names = (f'<span style="color:{colour}">●</span> {escape(label)} &ensp;'
+                 for label, colour in zip(self.runs, _COLOURS*len(self.runs), strict=False))
+        return f'<div style="margin:4px 0">{"".join(names)}</div>'
 
     def png(self,
         path:str|Path|None=None, # file to write
