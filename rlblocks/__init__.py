@@ -146,6 +146,7 @@ finally:
 
 if TYPE_CHECKING:
     from rlblocks.engines.engine import fsdp2, plain, zero
+    from rlblocks.engines.phases import phase
     from rlblocks.engines.weights import delta_apply, delta_encode
     from rlblocks.engines.optimizers import adamw, adamw_8bit, constant, cosine, linear, muon, OptimizerSpec, wsd
     from rlblocks.engines.weight_folder import publish_weights, published_weights
@@ -193,8 +194,10 @@ if TYPE_CHECKING:
     from rlblocks.placement.spmd import SpmdPool
     from rlblocks.tracking.log_to import log_to
     from rlblocks.tracking.sinks import JsonLines
+    from rlblocks.tracking.timing import timed, without_times
     from rlblocks.tracking.trackers import MLflow, TensorBoard, Trackio, Wandb
     from rlblocks.people.explore import explore
+    from rlblocks.people.report import report
     from rlblocks.people.run import loop_from
     from rlblocks.people.show import show
     from rlblocks.people.watch import watch
@@ -202,6 +205,7 @@ if TYPE_CHECKING:
 # module of floors 3-5 → what it offers: imported when first asked for
 _OFFERS = {
     "engines.engine": "fsdp2 plain zero",
+    "engines.phases": "phase",
     "engines.weights": "delta_apply delta_encode",
     "engines.optimizers": "adamw adamw_8bit constant cosine linear muon OptimizerSpec wsd",
     "engines.weight_folder": "publish_weights published_weights",
@@ -246,8 +250,10 @@ _OFFERS = {
     "placement.spmd": "SpmdPool",
     "tracking.log_to": "log_to",
     "tracking.sinks": "JsonLines",
+    "tracking.timing": "timed without_times",
     "tracking.trackers": "MLflow TensorBoard Trackio Wandb",
     "people.explore": "explore",
+    "people.report": "report",
     "people.run": "loop_from",
     "people.show": "show",
     "people.watch": "watch",
@@ -294,27 +300,27 @@ __all__ = [
     "off_policy_sequence_mask", "openenv_environment", "openenv_tools", "opo_advantages", "optimal_token_baseline",
     "orpo_loss", "over_pairs", "over_rows", "overlong_penalty", "overlong_reward", "pack", "pad", "pair_accuracy",
     "pair_log_ratios", "pair_metrics", "paired_difference", "pairs", "pairwise_reward", "pass_at_k",
-    "pass_at_k_advantages", "pass_hat_k", "penalties", "plackett_luce_loss", "plain", "plan", "plan_micro_batches",
-    "plan_rollout", "policy_gradient", "ppo_loss", "preference_margin", "pretrained", "probability_correlation",
-    "process_reward_loss", "promoted", "proximal_logprobs", "publish_weights", "published_weights", "qrpo_loss",
-    "quantile_rewards", "rao_kupper_loss", "rating_loss", "ratio_corrected", "ratio_metrics", "read_response",
-    "realigned", "reasoning_gym_reward", "reasoning_gym_rows", "rebel_loss", "refill", "regrade", "reinforce_loss",
-    "reinforce_pp_advantages", "reinforce_pp_baseline", "reliability_curve", "remax_advantages", "renderer_of",
-    "repeated_tokens", "repetition_penalty", "replay_draw", "resampled_rows", "restarted", "reverse_kl_loss",
-    "reward_app", "robust_dpo_loss", "role_advantages", "rollouts", "routed_tokens", "router_z_loss", "row_costs",
-    "row_max", "row_mean", "row_sum", "run_code", "safety_loss", "same_shape", "sample_columns", "sandbox_support",
-    "sapo_loss", "save_rollouts", "saved_steps", "score_metrics", "scorer_reward", "scores_after", "seed_of",
-    "sequence_logprobs", "sequence_mask", "sequence_metrics", "sequence_ratio", "sequence_weights", "serve_reward",
-    "sft_loss", "sglang", "shared_prefix", "show", "sign_weights", "simpo_loss", "soft_values", "softened_logprobs",
-    "split_long", "sppo_loss", "staleness_weights", "standardized", "step_rewards", "step_seconds",
-    "straight_through", "support_logprobs", "swap_completions", "taskset_environment", "taskset_rows",
-    "teacher_mix_weights", "textarena_environment", "tie_loss", "ties_score", "to_arrow", "token_covariance",
-    "token_logprobs", "token_mask", "tool_environment", "topr_loss", "tpo_loss", "trajectory_returns",
-    "truncated_weights", "truncation_penalty", "truncation_score", "two_hot", "udm_weights", "uld_loss", "unpack",
-    "update_moments", "value_loss", "value_metrics", "verdict_metrics", "verifiers_environment", "verifiers_rows",
-    "vespo_loss", "veto_mask", "vine_advantages", "vllm", "vtrace", "watch", "weighted_scores", "whiten",
-    "wilson_interval", "win_rate", "within", "without_truncated", "without_unscored", "wpo_weights", "writable",
-    "wsd", "xpo_loss", "zero", "zero_unweighted",
+    "pass_at_k_advantages", "pass_hat_k", "penalties", "phase", "plackett_luce_loss", "plain", "plan",
+    "plan_micro_batches", "plan_rollout", "policy_gradient", "ppo_loss", "preference_margin", "pretrained",
+    "probability_correlation", "process_reward_loss", "promoted", "proximal_logprobs", "publish_weights",
+    "published_weights", "qrpo_loss", "quantile_rewards", "rao_kupper_loss", "rating_loss", "ratio_corrected",
+    "ratio_metrics", "read_response", "realigned", "reasoning_gym_reward", "reasoning_gym_rows", "rebel_loss",
+    "refill", "regrade", "reinforce_loss", "reinforce_pp_advantages", "reinforce_pp_baseline", "reliability_curve",
+    "remax_advantages", "renderer_of", "repeated_tokens", "repetition_penalty", "replay_draw", "report",
+    "resampled_rows", "restarted", "reverse_kl_loss", "reward_app", "robust_dpo_loss", "role_advantages", "rollouts",
+    "routed_tokens", "router_z_loss", "row_costs", "row_max", "row_mean", "row_sum", "run_code", "safety_loss",
+    "same_shape", "sample_columns", "sandbox_support", "sapo_loss", "save_rollouts", "saved_steps", "score_metrics",
+    "scorer_reward", "scores_after", "seed_of", "sequence_logprobs", "sequence_mask", "sequence_metrics",
+    "sequence_ratio", "sequence_weights", "serve_reward", "sft_loss", "sglang", "shared_prefix", "show",
+    "sign_weights", "simpo_loss", "soft_values", "softened_logprobs", "split_long", "sppo_loss", "staleness_weights",
+    "standardized", "step_rewards", "step_seconds", "straight_through", "support_logprobs", "swap_completions",
+    "taskset_environment", "taskset_rows", "teacher_mix_weights", "textarena_environment", "tie_loss", "ties_score",
+    "timed", "to_arrow", "token_covariance", "token_logprobs", "token_mask", "tool_environment", "topr_loss",
+    "tpo_loss", "trajectory_returns", "truncated_weights", "truncation_penalty", "truncation_score", "two_hot",
+    "udm_weights", "uld_loss", "unpack", "update_moments", "value_loss", "value_metrics", "verdict_metrics",
+    "verifiers_environment", "verifiers_rows", "vespo_loss", "veto_mask", "vine_advantages", "vllm", "vtrace", "watch",
+    "weighted_scores", "whiten", "wilson_interval", "win_rate", "within", "without_times", "without_truncated",
+    "without_unscored", "wpo_weights", "writable", "wsd", "xpo_loss", "zero", "zero_unweighted",
 ]
 
 def __getattr__(name):

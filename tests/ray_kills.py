@@ -129,8 +129,10 @@ def end(seen):
 
 
 def steps_in(folder):
+    from rlblocks import without_times
     file = Path(folder)/"rows.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")] if file.exists() else []
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [without_times(json.loads(line)) for line in lines if line.endswith("}")]
 
 
 def own_driver(folder, steps, ray, loop="grpo", seed=0):

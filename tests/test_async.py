@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import vllm_python
 from rlblocks import Batch, Flight, Policy, Rollout, later
+from rlblocks.engines.phases import Recorder, now
 from rlblocks.samplers.sampler import vllm
 from test_samplers import sharp
 from test_vllm import engine, moved
@@ -240,3 +241,19 @@ def test_after_an_error_nothing_is_left_in_the_engine_and_a_flight_asks_again():
     with pytest.raises(RuntimeError, match="rows that were under way are lost"): flight.collect(3)
     r.load(policy.weights())
     assert Batch.cat(flight.collect(3)).tokens.equal(r.generate(prompts(), group_size=2, seed=0).tokens)
+
+
+def test_an_engine_beside_says_when_it_had_nothing_to_do(shared):
+    "Its slice of a timeline ends when it has ended, not when the loop has read what came."
+    if not shared.sampler.elsewhere: pytest.skip("this engine samples while it is asked")
+    flight = Flight(shared)
+    with Recorder() as heard:
+        flight.ask(prompts(), seed=0, max_tokens=8)
+        child = shared.sampler.child
+        while not [x for x in child.mail if x[0] == "idle"]: child.ask("cached")    # what comes is kept, and not read
+        came = now()
+        assert len(flight.collect(9)) == len(prompts())
+    spans = {s.lane: s for s in heard.taken() if s.name in ("engine", "Flight.collect")}
+    engine, waited = spans["engine"], spans["MainThread"]
+    assert engine.phase == "sample" and waited.phase == "wait" and waited.start >= came > engine.end > engine.start
+    assert waited.sampled == 8*len(prompts()), "with what was drawn meanwhile"

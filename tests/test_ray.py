@@ -3,6 +3,7 @@ as many ranks; what goes wrong is said once, by name (LAWS 24, 39)."""
 import asyncio
 import gc
 import importlib
+import json
 import os
 import re
 import shutil
@@ -25,10 +26,11 @@ import torch
 from conftest import RAY_TOKEN, ROOT, rarely, ray_python
 from forked import on_ranks
 from rlblocks import (
-    Batch, Checkpoint, Cluster, Flight, Policy, Pools, Prompts, RayPool, Rollout, here, later, loop_from
+    Batch, Checkpoint, Cluster, Flight, Policy, Pools, Prompts, RayPool, Rollout, here, later, loop_from, timed
 )
 from rlblocks.engines.weights import InProcess, Ticket
 from rlblocks.engines.process_group import RankLost
+from rlblocks.placement.ray_ranks import Rank
 from rlblocks.placement.restarts import RankSilent
 from spmd_loops import Echo, net
 from test_spmd import same
@@ -178,7 +180,7 @@ def test_what_ranks_hold_is_saved_and_restored_there(two, others, request, tmp_p
     for pool, folder, tol in ((two, "run", 0.), *((pool, name, 1e-10) for name, pool in pools.items())):
         got = spmd_loops.engines(pool, ["fsdp2"], Checkpoint(folder, every=2), steps=3)["fsdp2"]["shown"]
         same(got, want, folder, tol)
-        phases = {row["phase"] for row in pool.report()}
+        phases = {row["call"] for row in pool.report()}
         assert {"Keeper.check", "Keeper.read", "Keeper.write"} <= phases
         assert "Policy.load_state_dict" not in phases
 
@@ -588,9 +590,34 @@ def test_an_error_that_nobody_asked_for_is_raised_by_the_next_call(two):
 def test_warnings_and_what_calls_took_are_seen_here(two):
     keeps = two.place(Keeps)
     with pytest.warns(RuntimeWarning, match=r"learning rate is odd \[Keeps.warns on rank 0"): keeps.warns()
-    found = [row for row in two.report() if row["phase"] == "Keeps.warns"]
+    found = [row for row in two.report() if row["call"] == "Keeps.warns"]
     assert keeps.title().startswith("ray::Keeps.title"), "as ps and the dashboard show it"
     assert [row["rank"] for row in found] == [0, 1] and all(row["calls"] == 1 and row["mib"] > 50 for row in found)
+
+
+def test_calls_on_ranks_are_phases_of_the_loop_and_rows_of_a_timeline(two, tmp_path):
+    "The loop's waiting for a method counts as its phase; what each rank did lies within, whatever its clock says."
+    def loop():
+        policy, b = two.place(Policy, net(), lr=1e-2), rows(B=4)
+        for step in range(2):
+            b["old_logprobs"] = policy.logprobs(b)
+            later(policy.logprobs, b).result()
+            yield dict(step=step) | policy.step(b, spmd_loops.loss)
+    made = list(timed(loop(), folder=tmp_path))
+    assert {"seconds_logprobs", "seconds_update"} <= made[1].keys() and made[1]["tflops"] > 0
+    assert "seconds_wait" not in made[1], "a call that was begun earlier counts as its phase when it is waited for"
+    assert made[1]["memory_gib"] > .05 and made[1]["tokens_per_second"] > 0
+    events = json.loads((tmp_path/"trace.json").read_text())["traceEvents"]
+    lanes = {x["pid"]: x["args"]["name"] for x in events if x["name"] == "process_name"}
+    assert sorted(lanes.values()) == ["loop", "two rank 0", "two rank 1"]
+    slices = [x for x in events if x["ph"] == "X"]
+    def of(lane, name): return [x for x in slices if lanes[x["pid"]] == lane and x["name"] == name]
+    for outer, inner in zip(of("loop", "update"), of("two rank 0", "update"), strict=True):
+        assert outer["ts"] <= inner["ts"] <= inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"] + 1
+        assert inner["args"]["call"] == "Policy.step"
+    behind, ahead = (Rank(0, "node", "address", 0) for _ in range(2))      # clocks that are 50 s and 100 s off
+    assert behind.local_time(-40., -39., asked=10., heard=12.) == (10., 11.)
+    assert ahead.local_time(110., 111., asked=10., heard=12.) == (11., 12.)
 
 
 def interrupt(pool, path, ranks=2):

@@ -142,8 +142,8 @@ def test_calls_and_ranks_have_names(apart):
     apart.place(Sees).devices(prompts([5]*2))
     found = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
     assert {f"apart-{apart.processes.id}-{r}" for r in range(2)} <= found
-    rows = {(row["phase"], row["rank"]): row for row in apart.report()}
-    assert rows["Sees.devices", 0].keys() == {"phase", "rank", "node", "pid", "calls", "seconds", "longest", "mib"}
+    rows = {(row["call"], row["rank"]): row for row in apart.report()}
+    assert rows["Sees.devices", 0].keys() == {"call", "rank", "node", "pid", "calls", "seconds", "longest", "mib"}
     assert rows["Sees.devices", 1]["calls"] >= 1 and rows["place(Sees)", 1]["mib"] > 50
     end = time.monotonic() + 60
     while not (named := [e for e in ray.timeline() if e["cat"] == "task::Sees.devices"]) and time.monotonic() < end:
@@ -191,7 +191,7 @@ def test_pairs_of_models_on_pools_of_their_own(apart, cluster):
     assert len({row["score"] for row in want}) == 3
     with RayPool(2, nodes=2, cluster=cluster, timeout=300., name="critics") as critics:
         same(rlhf(Pools(lambda make, kw: critics if make in (Critic, Scorer) else apart)), want, "pairs", 1e-10)
-        phases = {row["phase"] for row in critics.report()}
+        phases = {row["call"] for row in critics.report()}
     assert {"Critic.step", "Scorer.scores"} <= phases and not {x for x in phases if x.startswith("Policy")}
 
 

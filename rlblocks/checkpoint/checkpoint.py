@@ -22,6 +22,7 @@ from weakref import WeakSet
 import torch.distributed as dist
 
 from ..data.columns import whole_number
+from ..engines.phases import phase
 from ..engines.process_group import MEETING, in_time, world
 from .keeper import Kept, collect, keepers_of, load_parts, log_unseen, warn_of_size, write_parts
 from rlblocks.checkpoint.saves import (
@@ -199,6 +200,7 @@ class Checkpoint:
                 self.running = None
                 self.wait()
 
+    @phase("save")
     def save(self,
         step:int|None=None,   # steps done; None: the step at hand, or just shown, of the running loop
         parts:dict|None=None, # name → part, given with `step`; None: that loop's
@@ -218,11 +220,13 @@ class Checkpoint:
                              "step that has none)")
         self.rating = float(value)
 
+    @phase("save")
     def wait(self):
         "Until the save in the background is written. Raises what went wrong with it."
         job, self.job = self.job, None
         if job is not None: job.result()
 
+    @phase("save")
     def restore(self, parts:dict)->int: # steps done; 0 without a save
         "Load the newest save into the parts, whatever the number of ranks that wrote it."
         self.wait()

@@ -23,6 +23,7 @@ from ..data.batch import Batch
 from ..data.columns import whole_number
 from ..data.renderers import Renderer
 from ..engines.engine import LocalOnly
+from ..engines.phases import phase
 from .request_queue import RequestQueue
 from ..environments.environments import (check_rewards, default_renderer, episodes_of, in_thread,
                                                 rows_of_episodes, unit_of, wait_for_all)
@@ -215,8 +216,9 @@ def run(
     sessions = [opened(at, e, seed, max_turns, budget) for e in episodes]
     given = [s.episode.row | dict(base_url=at.url, api_key=s.key, session=s) for s in sessions]
     def go(): return all_driven(agent, sessions, given, seconds)
-    try: in_thread(go, seconds + 10)
-    finally: ended(at, sessions)
+    with phase("sample", "Endpoint.run"):
+        try: in_thread(go, seconds + 10)
+        finally: ended(at, sessions)
     for e in episodes:
         if not e.done:
             e.error = e.error or (f"it had not ended after {seconds:g} s; an async agent does not give way to the "

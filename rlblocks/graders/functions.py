@@ -11,8 +11,11 @@ import inspect
 import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
+from itertools import count
 
 import torch
+
+from ..engines.phases import phase
 
 # %% ../../nbs/graders/01_functions.ipynb #758901e2
 LARGEST = torch.finfo(torch.float32).max   # of a verdict
@@ -80,6 +83,13 @@ def weighed(names:Collection[str], weights:list|dict|None)->dict[str, float]:
     return dict(zip(names, map(float, weights), strict=True))
 
 # %% ../../nbs/graders/01_functions.ipynb #5d68303f
+_numbers = count(1)
+
+class BackgroundCall(Future):
+    "The answer of a call in a thread. A loop that stands still for it spends its time on grading."
+    @phase("grade")
+    def result(self, timeout=None): return super().result(timeout)
+
 class Background:
     "Calls in a thread, one after the other."
 
@@ -88,6 +98,7 @@ class Background:
         self.lock = threading.Lock()    # for what the calls have in common with the loop
         self.last:Future = Future()
         self.last.set_result(None)
+        self.thread = f"grader {next(_numbers)}"        # its name on a timeline
 
     def __reduce__(self): return Background, ()     # a thread does not travel
 
@@ -96,8 +107,8 @@ class Background:
         *args,
     )->Future:
         "Begin when the calls before it have ended. `result()` waits for what it gives, or raises; `cancel()` before."
-        before, self.last = self.last, Future()
-        threading.Thread(target=self.run, args=(before, self.last, fn, args), daemon=True).start()
+        before, self.last = self.last, BackgroundCall()
+        threading.Thread(target=self.run, args=(before, self.last, fn, args), name=self.thread, daemon=True).start()
         return self.last
 
     def run(self, before:Future, made:Future, fn:Callable, args:tuple):

@@ -21,6 +21,7 @@ from jaxtyping import Float, Int
 
 from ..arithmetic.masked import Mean, Metric, merge
 from ..data.batch import Batch
+from ..engines.phases import phase
 from .functions import LARGEST, Background, named, weighed
 from .killable import GraderLimits, Failure, each
 
@@ -279,6 +280,7 @@ class Grader:
 
     def __repr__(self): return f"Grader({', '.join(f'{w:g}·{n}' for n, w in self.weights.items())})"
 
+    @phase("grade")
     def scores(self,
         batch:Batch, # rows with `prompt`, `completion`, `tokens` and whatever else the functions ask for
     )->dict[str, Float[Tensor, " B"]]: # by function name; NaN where it returned None
@@ -309,12 +311,14 @@ class Grader:
             self.failures, self.notes = failures, notes
             self.counts.update(f.kind for of in failures.values() for f in of)
 
+    @phase("grade")
     def score(self,
         batch:Batch, # see `scores`
     )->Float[Tensor, " B"]: # NaN where a part is unscorable
         "One verdict a row: Σ weight·score. ValueError where it is beyond single precision."
         return self.grade(batch)["scores"]
 
+    @phase("grade")
     def grade(self,
         batch:Batch, # see `scores`
     )->dict: # scores `[B]`; metrics by name; extra columns that functions logged

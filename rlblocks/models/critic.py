@@ -16,6 +16,7 @@ from ..data.batch import Batch
 from ..data.media import tokenizer_of
 from ..engines.engine import EngineSpec, engine_of
 from ..engines.optimizers import OptimizerSpec
+from ..engines.phases import phase
 from .multimodal import freeze_
 from .forward import OutputRequest
 from .loading import as_pretrained, load_tokenizer
@@ -56,10 +57,12 @@ class Critic(Trained):
         freeze_("Critic", reader.trunk, freeze)
         self._run, self._view = start("Critic", reader, base, setup)
 
+    @phase("logprobs")
     def values(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
         "V before each chosen token `[B, T]`, in reward units. ValueError where there is nothing to read."
         return compute(self._run, batch, OutputRequest(logprobs=False), "values", at)
 
+    @phase("update")
     def step(self,
         batch:Batch,   # one optimizer step's rows
         loss:Callable, # loss(out, b), out.values with gradient
@@ -68,6 +71,7 @@ class Critic(Trained):
         "One optimizer step, over as many micro-batches and ranks as it takes. As `Policy.step`."
         return train_step(self._run, [(batch, loss), *more], OutputRequest(logprobs=False))
 
+    @phase("save")
     def save_pretrained(self,
         path, # a folder; made if missing
         *,

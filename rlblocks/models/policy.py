@@ -19,6 +19,7 @@ from ..engines.engine import Engine, EngineSpec, engine_of
 from ..engines.weights import Deltas
 from ..engines.optimizers import OptimizerSpec
 from ..engines.engine import LocalOnly
+from ..engines.phases import phase
 from ..engines.weights import Ticket
 from .multimodal import freeze_
 from .validation import check_measure
@@ -135,18 +136,22 @@ class Policy(Trained):
         freeze_("Policy", reader.trunk, freeze)
         self._run, self._view = start("Policy", reader, base, setup, quantized=given.quantization is not None)
 
+    @phase("logprobs")
     def logprobs(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
         "log π(token | what came before it) `[B, T]`, in nats, at the chosen tokens, under how they were sampled."
         return compute(self._run, batch, OutputRequest(), "logprobs", at)
 
+    @phase("logprobs")
     def values(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
         "V before each chosen token `[B, T]`, by the value head. ValueError without `value_head=True`."
         return compute(with_value_head(self._run), batch, OutputRequest(), "values", at)
 
+    @phase("logprobs")
     def measure(self, batch:Batch, f:Callable, *, at:Tensor|str|None=None)->Tensor:
         "What `f` makes of the distribution each chosen token was sampled from, `[B, T, …]`, a few logits at a time."
         return compute(self._run, batch, OutputRequest(measure=f), "measured", at)
 
+    @phase("logprobs")
     def hidden(self, batch:Batch, *, at:Tensor|str|None=None)->Tensor:
         "What enters the output layer where each chosen token is predicted, `[B, T, H]`, in the model's precision."
         return compute(self._run, batch, OutputRequest(hidden=True), "hidden", at)
@@ -155,10 +160,12 @@ class Policy(Trained):
         "The output layer as it is now, see `head_now`: makes logits of `hidden`, anywhere. All ranks together."
         return head_now(self._run)
 
+    @phase("logprobs")
     def expert_counts(self, batch:Batch, *, top_k:int|None=None)->Tensor:
         "How many of a row's tokens go to each expert of each layer, `[B, L, E]`, see `expert_counts`."
         return expert_counts(self._run, batch, top_k)
 
+    @phase("update")
     def step(self,
         batch:Batch,   # one optimizer step's rows
         loss:Callable, # loss(out, b) → (0-d tensor, dict of metrics), divided by the count of the whole batch
@@ -171,12 +178,14 @@ class Policy(Trained):
         "One optimizer step (in order: `train_step`); skipped without chosen tokens. ValueError: the loss is no sum."
         return train_step(self._run, [(batch, loss), *more], reading_of(entropy, measure, logits, router_logits))
 
+    @phase("sync")
     def weights(self, *, since:int|None=None, dtype:torch.dtype|None=None, adapter:bool=False)->Ticket:
         "A ticket for this version: all weights, an adapter merged; what changed `since` one; or the `adapter` alone."
         if adapter:
             return adapter_ticket(self._run, self._view, self.logprobs, self.tokenizer, since=since, dtype=dtype)
         return ticket_of(self._run, self.logprobs, dtype, since=since, sent=self._sent, processor=self.tokenizer)
 
+    @phase("save")
     def save_pretrained(self,
         path, *, # a folder; made if missing
         adapter:bool=False,    # the adapter alone, as peft writes it: `Policy(base, lora=path)` loads it

@@ -18,6 +18,7 @@ from ..data.batch import Batch
 from ..data.media import tokenizer_of
 from ..engines.engine import EngineSpec, engine_of
 from ..engines.optimizers import OptimizerSpec
+from ..engines.phases import phase
 from ..engines.process_group import world
 from .multimodal import freeze_
 from .forward import OutputRequest
@@ -88,15 +89,18 @@ class Scorer(Trained):
         freeze_("Scorer", reader.trunk, freeze)
         self._run, self._view = start("Scorer", reader, base, setup)
 
+    @phase("logprobs")
     def scores(self, batch:Batch)->Tensor:
         "`[B]`, `[B, k]`; of steps `[B, T]`, `[B, T, k]`, 0 elsewhere; without gradient, normalised if so measured."
         x = without_moments(raw_scores(self._run, batch, self.at), self.moments)
         return x if self.at is None else masked(x, batch.columns[self.at])
 
+    @phase("logprobs")
     def normalise(self, batch:Batch):
         "Measure mean and standard deviation of each output on rows that stand for those to come."
         self.moments = measure_moments(self._run, batch, self.at)
 
+    @phase("update")
     def step(self,
         batch:Batch,   # one optimizer step's rows
         loss:Callable, # loss(out, b), out.scores (raw, as `scores` is shaped) with gradient
@@ -114,6 +118,7 @@ class Scorer(Trained):
         super().load_state_dict({k: v for k, v in state.items() if k != "moments"})
         self.moments = state.get("moments")
 
+    @phase("save")
     def save_pretrained(self, path, *, dtype:torch.dtype|None=None, max_shard_bytes:int=5*10**9): # as `Critic`'s
         "Save as Hugging Face's classifier, a label an output, the moments in its config. All ranks together."
         pad = getattr(tokenizer_of(self.tokenizer), "pad_token_id", None)

@@ -21,10 +21,12 @@ from ..data.columns import widen
 from ..data.media import spare_rows
 from ..data.packing import MicroBatchLimits, common_prefix, planned
 from ..engines.sharded_model import check_graph
+from ..engines.usage import count_flops
 from ..engines.weights import checksum
 from ..engines.process_group import agree, largest, same_rows
 from .validation import (check_batches, check_confined, check_jobs, check_loss, check_sampled,
                                         check_scored, check_turning, check_window, places_at)
+from .flops import size_of
 from .forward import Layout, OutputRequest
 from .multimodal import fed_tokens, media_groups
 from .outputs import cause, check_splits, outputs, trainable
@@ -113,6 +115,7 @@ def train_step(run:ReadyModel, jobs:list, reading:OutputRequest)->dict: # metric
                     value = _add(run, sums, loss, out, part, rows)
                     run.model.backward(value, last=i == len(work), shared=over_replicas)
             norm = run.model.apply(shared=over_replicas)
+        _count(run, [b for b, _ in jobs], backward=True)
         metrics = {k: m.to("cpu") for k, m in sums.metrics.items()}
         return merge(metrics, _own_metrics(run, sums, norm, weight))
 
@@ -161,6 +164,11 @@ def _work(run, jobs, reading):
     plans = as_many(run, [batch for batch, _ in jobs], plans, error)
     return [(batch, layout, loss, rows) for (batch, loss), layout, plan in zip(jobs, layouts, plans, strict=True)
             for rows in plan]
+
+def _count(run, batches, backward=False):
+    "Count what passes over these rows compute; of ranks that share them each has its part."
+    shares = run.layout.shard.ranks if run.layout.shard else 1
+    for b in batches: count_flops(size_of(run.module).flops(b.lengths, backward=backward)/shares)
 
 @contextmanager
 def _discards(run):
@@ -259,6 +267,7 @@ def compute(run:ReadyModel, batch:Batch, reading:OutputRequest, key:str, at:Tens
         layout = layout_of(run, batch) if isinstance(batch, Batch) else run.layout
         batch, plan = _readable(run, batch, layout, reading, at)
         done = list(_computed(run, batch, layout, plan, reading, key, by_row))
+        _count(run, [batch])
     return _in_order(done, batch.tokens.shape[:1 if reading.rows or by_row else 2])
 
 def _readable(run, batch, layout, reading, at):

@@ -1,1 +1,1 @@
-"A loop as a command; a loop that is watched, and its rows shown; help."
+"A loop as a command; a loop that is watched, and its rows shown; a report; help."

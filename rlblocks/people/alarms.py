@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['RECENT', 'SHORT', 'alarms', 'named_alarms', 'recent', 'missing_numbers', 'not_finite', 'skipped_steps', 'no_gradient',
-           'gradient_spike', 'large_ratio', 'many_clipped', 'far_from_reference', 'little_entropy', 'equal_lengths']
+           'gradient_spike', 'large_ratio', 'many_clipped', 'far_from_reference', 'little_entropy', 'equal_groups',
+           'stale_rows', 'at_limit', 'equal_lengths']
 
 # %% ../../nbs/people/12_alarms.ipynb #5fa1f38f
 import statistics
@@ -13,6 +14,7 @@ from itertools import chain, islice
 from math import isfinite
 
 from ..data.columns import listed
+from ..tracking.timing import without_times
 
 # %% ../../nbs/people/12_alarms.ipynb #a9ae988c
 RECENT = 5      # steps: what an alarm is judged by
@@ -30,8 +32,8 @@ def named_alarms(
     keys:Sequence[str]|None=None, # numbers that somebody wants to see
 )->dict[str, str]: # name of the judge → its sentence
     "Return what the last steps of a run warn of, by a name that stays while the numbers in the sentence change."
-    judges = (not_finite, skipped_steps, no_gradient, large_ratio, many_clipped, far_from_reference, little_entropy,
-              equal_lengths, gradient_spike)
+    judges = (not_finite, skipped_steps, no_gradient, equal_groups, large_ratio, many_clipped, stale_rows,
+              far_from_reference, little_entropy, at_limit, equal_lengths, gradient_spike)
     found = {"missing_numbers": missing_numbers(rows, keys)} | {judge.__name__: judge(rows) for judge in judges}
     return {name: said for name, said in found.items() if said}
 
@@ -51,7 +53,8 @@ def missing_numbers(
     "Name the numbers that no step has, and those that there are."
     known = dict.fromkeys(chain.from_iterable(rows))
     missing = [name for name in keys or () if known and name not in known]
-    return f"no step has {', '.join(map(repr, missing))}; there are {listed(missing[0], known)}" if missing else ""
+    if not missing: return ""
+    return f"no step has {', '.join(map(repr, missing))}; there are {listed(missing[0], without_times(known))}"
 
 # %% ../../nbs/people/12_alarms.ipynb #a8cc518e
 def not_finite(
@@ -129,6 +132,33 @@ def little_entropy(
     if len(first) < 2*RECENT: return ""
     first, now = statistics.median(first[:RECENT]), statistics.median(now)
     return f"the entropy fell from {first:.3g} to {now:.3g}: answers of a group become equal" if now < .1*first else ""
+
+def equal_groups(
+    rows:Sequence[Mapping], # numbers of the steps
+)->str: # "" where all is well
+    "Warn of groups whose answers all have one reward: their advantages are 0."
+    found = recent(rows, "equal_groups")
+    usual = statistics.median(found) if len(found) == RECENT else 0.
+    solved = statistics.median(recent(rows, "reward") or [0.]) >= .95
+    if usual <= .7 or solved: return ""
+    return f"in {usual:.0%} of the groups all answers have one reward and teach nothing: are the prompts too hard?"
+
+def stale_rows(
+    rows:Sequence[Mapping], # numbers of the steps
+)->str: # "" where all is well
+    "Warn of rows that the policy of many steps ago has sampled."
+    found = recent(rows, "staleness")
+    usual = statistics.median(found) if found else 0.
+    if usual <= 4: return ""
+    return f"a batch has rows that were sampled {usual:.3g} steps ago: a smaller `ahead`, or more devices that sample?"
+
+def at_limit(
+    rows:Sequence[Mapping], # numbers of the steps
+)->str: # "" where all is well
+    "Warn of answers that were cut at max_tokens: a reward that wants their end never comes."
+    found = recent(rows, "at_limit")
+    usual = statistics.median(found) if len(found) == RECENT else 0.
+    return f"{usual:.0%} of the answers were cut at their limit: a larger max_tokens?" if usual > .3 else ""
 
 def equal_lengths(
     rows:Sequence[Mapping], # numbers of the steps

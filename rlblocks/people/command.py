@@ -83,7 +83,8 @@ def keep_config(
 ):
     "Keep the flags of the steps that were done, and say what has changed since."
     done = len(JsonLines(file.with_name("log.jsonl")).rows())
-    changed = [k for k in new if old.get(k) != new[k] and k not in ("steps", "pool", "ranks", "restarts", "log")]
+    free = "steps", "pool", "ranks", "restarts", "log", "profile"
+    changed = [k for k in new if old.get(k) != new[k] and k not in free]
     if not done or not changed: return
     was = ", ".join(f"{k} {old.get(k)} → {new[k]}" for k in changed)
     kept = file.with_name(f"config-until-{done}.yaml")
@@ -100,7 +101,7 @@ def dry_run(loop:Callable[..., Iterator[dict]], given:dict, title:str)->int: # e
     "Read the data, write the configuration, and say whether it fits."
     from rlblocks.people.dry_run import memory_here, placed_by, plan_together      # a second of imports
     print(write_config(given, given["folder"]), end="")
-    made = program(loop, given | dict(save=None, folder=None), title)
+    made = program(loop, given | dict(save=None, folder=None, profile=None), title)
     placed = placed_by(made.start)
     where, size = memory_here() if given["dry_run"] == "here" else ("a device", given["dry_run"])
     table = plan_together(placed, devices=given["ranks"] or int(os.environ.get("WORLD_SIZE", 1)),

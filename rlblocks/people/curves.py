@@ -14,6 +14,8 @@ from itertools import accumulate, chain, pairwise
 from math import floor, isfinite, log10, nan
 from pathlib import Path
 
+from ..tracking.timing import TIMED
+
 # %% ../../nbs/people/10_curves.ipynb #56fbe021
 def row_numbers(
     row:Mapping, # a step's dict
@@ -36,8 +38,8 @@ def step_of(
 
 # %% ../../nbs/people/10_curves.ipynb #ca30a3f4
 DRAWN = ("reward", "held_out", "accuracy", "loss", "kl", "length", "clip_frac", "grad_norm", "entropy")
-_NOT_DRAWN = {"step", "version", "lr", "skipped"}
-PHASE = "seconds_"      # names of phases begin so: seconds_rollout, seconds_step
+_NOT_DRAWN = {"step", "version", "lr", "skipped", *TIMED}
+PHASE = "seconds_"      # names of phases begin so: seconds_sample, seconds_update
 
 def drawn_keys(
     rows:Sequence[Mapping],          # numbers of the steps

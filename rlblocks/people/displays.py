@@ -74,7 +74,7 @@ def kept_outputs(
 )->Iterator[dict]: # MIME type → data, of a line and a picture
     "Yield what stays in the notebook, the line before the picture is drawn."
     yield {"text/plain": "\n".join([run.summary(), *(f"⚠ {x}" for x in run.alarms())])}
-    yield {"text/plain": last_numbers(run.numbers, run.keys)} | ({"image/png": run.curves.png()} if run.numbers else {})
+    yield {"text/plain": last_numbers(run.numbers, run.keys)} | ({"image/png": run.picture()} if run.numbers else {})
 
 # %% ../../nbs/people/15_displays.ipynb #0d855ab4
 def page_html(

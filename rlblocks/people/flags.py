@@ -29,8 +29,8 @@ from ..tracking.log_to import unknown_sink
 
 # %% ../../nbs/people/02_flags.ipynb #1498db25
 # flags of the command, which no keyword of a loop may be called
-OWN = ("config", "env", "pool", "ranks", "ray", "cluster", "restarts", "folder", "save_every", "log", "dry_run",
-       "show_code")
+OWN = ("config", "env", "pool", "ranks", "ray", "cluster", "restarts", "folder", "save_every", "log", "profile",
+       "dry_run", "show_code")
 
 def keywords(
     loop:Callable[..., Iterator[dict]],
@@ -100,6 +100,9 @@ def flags(
     parser.add_argument("--log", nargs="*", type=str, default=[], metavar="SINK",
                         help="wandb, trackio, tensorboard, mlflow, or a file for a line of JSON a step; beside the "
                              "console and FOLDER/log.jsonl")
+    parser.add_argument("--profile", nargs="*", type=int, default=None, metavar="STEP",
+                        help="for Perfetto: FOLDER/trace.json, a timeline over all processes, and for each STEP "
+                             "FOLDER/profile-STEP.json, all its operations")
     parser.add_argument("--dry_run", nargs="?", const="here", default=None, metavar="MEMORY",
                         help="run nothing: read the data, write the configuration, say whether it fits a device "
                              "of this machine, or of MEMORY (80GB)")

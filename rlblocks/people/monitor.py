@@ -10,6 +10,7 @@ import argparse
 import re
 import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from .alarms import alarms, missing_numbers
 from .curves import Curves, last_numbers, phases_svg, row_numbers, step_of
+from .report import report
 from .run import NoLoop
 from .terminal_curves import curves_text, inked, phases_text
 from .watch import duration
@@ -98,7 +100,7 @@ def monitor_text(
     columns:int=80,               # of the terminal
     now:float|None=None,          # seconds of the clock; None: now
 )->Iterator[str]: # lines
-    "Draw runs with characters: where they stand, what they warn of, curves, phases, samples."
+    "Draw runs with characters: where they stand, what they warn of, curves, where the time went, samples."
     several = len(runs) > 1
     for i, (name, run) in enumerate(runs.items()):
         yield f"{inked('●', i) if several else '●'} {name}  {run.status(time.time() if now is None else now)}"
@@ -107,7 +109,8 @@ def monitor_text(
     yield ""
     yield from curves_text({name: run.rows for name, run in runs.items()}, keys, columns)
     for name, run in runs.items():
-        if phases := phases_text(run.rows, columns): yield from ["", _title("phases", name, several), *phases]
+        if not (phases := phases_text(run.rows, columns)): continue
+        yield from ["", _title("phases", name, several), *phases, *textwrap.wrap(report(run.rows), columns)]
     for name, run in runs.items():
         if run.samples: yield from ["", _title("samples", name, several), *_sample_lines(run.samples, columns)]
 
@@ -141,10 +144,12 @@ def monitor_html(
                     + "".join(f'<div class="alarm">⚠ {escape(said)}</div>' for said in alarms(run.rows, keys))
                     + f'<div class="faint">{escape(last_numbers(run.rows, keys))}</div>' for name, run in runs.items())
     body = heads + Curves({name: run.rows for name, run in runs.items()}, keys).html()
-    several = len(runs) > 1     # of one run, Curves draws the phases
-    if several and any(phases_svg(run.rows) for run in runs.values()):
-        body += "<h2>Phases</h2>" + "".join(f'<div style="display:inline-block">{escape(name)}<br>'
-                                            f"{phases_svg(run.rows)}</div>" for name, run in runs.items())
+    several = len(runs) > 1
+    for name, run in runs.items():
+        if not (phases := phases_svg(run.rows)): continue
+        body += f"<h2>{escape(_title('Time', name, several))}</h2>"
+        if several: body += phases      # of one run, Curves has drawn them
+        body += f"<div>{escape(report(run.rows))}</div>"
     for name, run in runs.items():
         if not run.samples: continue
         body += f"<h2>{escape(_title('Samples', name, several))}</h2>{''.join(_sample_tables(run.samples))}"

@@ -96,8 +96,13 @@ def program(
     if given["env"]:
         use("os", "environ")
         setup.insert(0, f"environ.update({ {k: str(x) for k, x in given['env'].items()} !r})")
+    call = _call(loop.__name__, texts)
+    if given.get("profile") is not None:
+        if not given["folder"]: raise NoLoop(f"{title}: --profile writes into a folder; give --folder")
+        use("rlblocks", "timed")
+        call = f"timed({call}, folder={given['folder']!r}, profile={given['profile']})"
     lines = tuple(f"from {m} import {', '.join(sorted(n, key=str.swapcase))}" for m, n in sorted(imports.items()))
-    return Program(lines, tuple(setup), _call(loop.__name__, texts), tuple(given["log"]), loop, pool)
+    return Program(lines, tuple(setup), call, tuple(given["log"]), loop, pool)
 
 def _tokenizer_line(wanted, args, use, setup, title):
     if wanted.get("tokenizer"):

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, groupby, pairwise
 from math import isfinite
 
-from .curves import PHASE, SMOOTH, drawn_keys, running_mean, step_of
+from .curves import SMOOTH, drawn_keys, running_mean, step_of
+from .report import shares_of_time
 
 # %% ../../nbs/people/20_terminal_curves.ipynb #a12231a7
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))    # of a braille character: by column, from the top
@@ -95,13 +96,8 @@ def curves_text(
 def phases_text(
     rows:Sequence[Mapping], # numbers of the steps
     columns:int=80,         # of the terminal
-    n:int=20,               # steps that are looked at
 )->list[str]: # a line for each phase, the longest first
     "Draw how long the phases of the last steps took."
-    seconds = dict[str, float]()
-    for row in rows[-n:]:
-        for name in row:
-            if name.startswith(PHASE) and isfinite(row[name]): seconds[name] = seconds.get(name, 0.) + row[name]
-    total, counted = sum(seconds.values()), len(rows[-n:])
-    return [f"{name.removeprefix(PHASE):>12} {x/counted:8.3g} s {x/total:4.0%} {'█'*round((columns - 32)*x/total)}"
-            for name, x in sorted(seconds.items(), key=lambda item: -item[1]) if total and x/total >= .005]
+    seconds, shares = shares_of_time(rows)
+    return [f"{name:>12} {seconds*share:8.3g} s {share:4.0%} {'█'*round((columns - 32)*share)}"
+            for name, share in shares.items() if share >= .005]

@@ -22,6 +22,7 @@ from .curves import Curves, last_numbers, row_numbers, step_of
 from .displays import display_for
 from ..tracking.loop_frame import can_be_set, loop_batch, loop_loss, planned_steps, settable, write_number
 from ..tracking.sinks import JsonLines
+from ..tracking.timing import StepTimer, added_up, without_times
 
 # %% ../../nbs/people/09_watch.ipynb #613a0eee
 @contextmanager
@@ -71,7 +72,7 @@ class watch:
         self.total, self.state = total, "not begun"             # then running, paused, stopped, done, failed …
         self.paused, self._stopping, self._wanted = False, False, deque()
         self._begins, self._counted = True, 0   # the next dict is an iteration's first; added to the loop's own steps
-        self._seconds = deque(maxlen=20)
+        self._seconds, self._timer = deque(maxlen=20), StepTimer()
         self._look()
 
     # -- what a button, a slider or code may do
@@ -118,7 +119,8 @@ class watch:
         display = display_for()
         self.state = "done" if ended else "running"
         display.begin(self)
-        try: yield display
+        try:
+            with self._timer: yield display
         finally:
             if self.state in ("running", "paused"): self.state = "stopped"
             self.paused = False
@@ -149,7 +151,8 @@ class watch:
 
     def _step(self):
         "Run a step. None where the loop has ended."
-        changes, before, start = self._apply(), self.slider_values(), time.perf_counter()
+        changes, before = self._apply(), self.slider_values()
+        self._timer.begin()
         try: row = next(self.loop)
         except StopIteration:
             self.state = "done"
@@ -160,27 +163,27 @@ class watch:
         if not isinstance(row, Mapping):
             raise TypeError(f"watch: a {type(row).__name__} came from step {self._place} of the loop; a dict of its "
                             "numbers is wanted: yield dict(step=step, loss=loss)")
-        row = dict(row)
-        self._seconds.append(time.perf_counter() - start)
+        row, numbers = dict(row), row_numbers(self._timer.end(row, loop_batch(self.loop)))
+        self._seconds.append(self._timer.seconds)
         self._look()
         now = self.slider_values()
         row |= {name: now[name] if x is None else x for name, x in before.items() if name not in row}
-        self._keep(row, changes)
+        self._keep(row, numbers | row_numbers(row), changes)
         if lost := [name for name, x in now.items() if x is None]:
             raise ValueError(f"watch: no slider can set {', '.join(lost)}: the loop does not read it in each step; "
                              f"{can_be_set(self.loop)}")
         return row
 
-    def _keep(self, row, changes):
+    def _keep(self, row, numbers, changes):
         "Add a dict. A step's second one is merged with its first; of a run that has resumed it replaces later ones."
-        numbers = row_numbers(row)
         step = step_of(numbers, self._place - self._counted) + self._counted
         if step < self._place - 1:
             if self._begins: self._cut(step)
             else:                               # the loop counts anew, in a second epoch say
                 self._counted += self._place - step
                 step = self._place
-        if self.numbers and step == self._place - 1: row, numbers = self.rows.pop() | row, self.numbers.pop() | numbers
+        if self.numbers and step == self._place - 1:
+            row, numbers = self.rows.pop() | row, added_up(self.numbers.pop(), numbers)
         self.rows.append(row)
         self.numbers.append(numbers | dict(step=float(step)))
         self.marks += [(step, said) for said in changes]
@@ -261,7 +264,11 @@ class watch:
         newest = last_numbers(self.numbers, self.keys)
         return said.get(self.state, self.state) + (f": {newest}" if newest else "")
 
-    def _repr_png_(self): return self.curves.png() if self.numbers else None
+    def picture(self)->bytes|Path: # a PNG
+        "Draw the curves without times, as a notebook keeps them: equal runs have equal pictures."
+        return Curves({"": [without_times(row) for row in self.numbers]}, self.keys, self.marks).png()
+
+    def _repr_png_(self): return self.picture() if self.numbers else None
 
     def __repr__(self): return f"watch({self.summary()})"
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..data.batch import Batch, Whole
 from ..arithmetic.masked import Metric, merge
+from ..engines.phases import phase, phase_of
 from ..engines.process_group import world
 
 P = ParamSpec("P")
@@ -299,14 +300,19 @@ class Method:
         method = inspect.getattr_static(placed.kind, name)
         update_wrapper(self, method.__get__(placed) if inspect.isfunction(method) else method)
 
-    def __call__(self, *args, **kwargs): return self.placed.pool.call(self.placed, self.name, args, kwargs)
+    def __call__(self, *args, **kwargs):
+        with self._phase() as mark:
+            return mark.counted(self.placed.pool.call(self.placed, self.name, args, kwargs), args, kwargs)
 
     def later(self,
         *args,    # as for the method
         **kwargs, # as for the method
     )->FutureAnswer[object]:
         "Begin the call on all ranks."
-        return self.placed.pool.start(self.placed, self.name, args, kwargs)
+        with self._phase() as mark:
+            return mark.counted(self.placed.pool.start(self.placed, self.name, args, kwargs), args, kwargs)
+
+    def _phase(self): return phase(phase_of(self) or "", f"{self.placed.kind.__name__}.{self.name}")
 
 # %% ../../nbs/placement/00_place.ipynb #a39cc319
 def local(x:_X)->_X: # a handle has the type of its object to whoever placed it

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from inspect import getattr_static
 from threading import RLock, get_ident
 from typing import Any, cast
 from weakref import finalize, ref
@@ -21,6 +22,7 @@ import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ..engines.phases import PhaseSpan, awaited, note, now, phase, phase_of
 from ..engines.weights import Ticket
 from ..engines.process_group import RankLost
 from .cluster import log_tail, session
@@ -38,12 +40,14 @@ class RankCall:
     message:Callable[[Rank], tuple] # a method of `RankActor` and its arguments, for a rank
     replicas:list[int] = field(default_factory=list) # to which each rank belongs
     senders:list[tuple["RayCalls", "RankCall"]] = field(default_factory=list) # pools that send weights for it
+    phase:str|None = None        # that the method is marked as
     repeats:bool = True          # whether a rank that was started again can do it
     sets:tuple[int, str]|None = None # (object's number, what of it); then it is repeated also after it was answered
     leaves:int|None = None       # the number of what the ranks hold after it, if the loop gets to know of it
     refs:dict[int, Any] = field(default_factory=dict) # rank → a reference to its answer
     answers:dict[int, Answer] = field(default_factory=dict) # rank → its answer, once it has come
     killed:set[int] = field(default_factory=set) # ranks that died in it, before others were started again or ended
+    asked:float = 0.             # when
     waiter:int|None = None       # the thread that waits for it; None: nobody does now
     requests:Callable[[], "RankAnswer|None"]|None = None # by which the loop can ask for the answer; None: it cannot
 
@@ -67,7 +71,9 @@ class RankAnswer:
         if self.error is not None: raise self.error
         if self.call not in self.calls.open: return self.value
         self.call.waiter = get_ident()
-        try: self.value = self.join(self.calls.gather(self.call))
+        try:
+            with phase(awaited(self.call.phase), self.call.who) as mark:
+                self.value = mark.counted(self.join(self.calls.gather(self.call)), (), {})
         except Exception as e:
             self.error = e
             self.calls.close(self.call, kept=False)
@@ -96,7 +102,7 @@ class RayCalls:
         self.kept:list[RankCall] = []             # calls that a rank that is started again is given, in their order
         self.dropped:deque[int] = deque()         # numbers of what the ranks hold and nobody refers to
         self.revived:list[str] = []               # what was said of each rank that was started again
-        self.seen:dict[tuple[str, int], dict] = {} # (phase, rank) → what it took
+        self.seen:dict[tuple[str, int], dict] = {} # (method, rank) → what it took
 
     # -- what is asked
 
@@ -117,6 +123,7 @@ class RayCalls:
             cut = Call(args, kwargs, len(set(placed.replicas)), who=who, shares_prompts=placed.shares_prompts)
             speaking = speakers(placed.replicas)[:None if cut.rows is not None else 1]
             call = RankCall(who, self._shares(placed, name, number, cut, speaking), placed.replicas, senders,
+                            phase=phase_of(getattr_static(placed.kind, name, None)),
                             sets=(placed.number, name) if name == "load" else None, leaves=number)
             return self.begin(call, lambda found: self.bound(cut.joined([found[r] for r in speaking])))
 
@@ -236,6 +243,7 @@ class RayCalls:
         ranks:list[Rank]|None=None,   # None: all
     )->RankAnswer: # for which this thread waits, unless it is handed out
         "Give a call to ranks. Those of a world would wait for ones that it did not reach: then the pool is given up."
+        call.asked = now()
         answer, ranks, reached = RankAnswer(self, call, join), self.processes.ranks if ranks is None else ranks, False
         with self.lock:
             if self.restarts and call.repeats: self.kept.append(call)
@@ -358,16 +366,19 @@ class RayCalls:
         seen = self.seen.setdefault((call.who, r), dict(calls=0, seconds=0., longest=0., resident=0))
         seen |= dict(calls=seen["calls"] + 1, seconds=seen["seconds"] + answer.seconds,
                      longest=max(seen["longest"], answer.seconds), resident=max(seen["resident"], answer.resident))
+        if call.phase and answer.usage:
+            start, end = rank.local_time(answer.end - answer.seconds, answer.end, call.asked, now())
+            note(PhaseSpan(call.phase, call.who, start, end, f"{self.processes.name} rank {r}"), answer.usage)
         for kind, text in answer.warned:
             warnings.warn(f"{text} [{call.who} on {rank}]", getattr(builtins, kind, UserWarning), stacklevel=2)
         return answer
 
     def report(self)->list[dict[str, str|int|float|None]]:
-        "Return calls, seconds together and of the longest, and MiB at most, of each phase on each rank."
+        "Return how often and how long each method ran on each rank, and MiB at most."
         rows = []
         for (who, r), seen in sorted(self.seen.items()):
             rank, took = self.processes.ranks[r], {k: seen[k] for k in ("calls", "seconds", "longest")}
-            rows.append(dict(phase=who, rank=r, node=rank.address, pid=rank.pid, **took, mib=seen["resident"]/2**20))
+            rows.append(dict(call=who, rank=r, node=rank.address, pid=rank.pid, **took, mib=seen["resident"]/2**20))
         return rows
 
     # -- errors in words

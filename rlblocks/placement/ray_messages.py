@@ -10,7 +10,6 @@ __all__ = ['INLINE', 'FUNCTION_BYTES', 'PLAIN', 'Names', 'BUCKET_BYTES', 'is_ins
 # %% ../../nbs/placement/07_ray_messages.ipynb #56cda4f0
 import inspect
 import io
-import os
 import pickle
 import sys
 import sysconfig
@@ -33,6 +32,8 @@ from ray import ObjectRef, cloudpickle
 from ray.exceptions import RayError
 from torch import Tensor, nn
 
+from ..engines.phases import now
+from ..engines.usage import Usage, resident, usage
 from ..engines.weights import InProcess, Ticket
 from ..engines.process_group import RankLost
 from .place import reduce_tensor
@@ -245,6 +246,8 @@ class Answer(NamedTuple):
     seconds:float    # that the call took
     resident:int     # bytes that the process holds
     warned:tuple[tuple[str, str], ...] # (class, text) of each warning
+    end:float = 0.   # when it had ended, by the clock of the rank
+    usage:Usage|None = None # what the process has used so far
 
 def answer_to(
     work:Callable[[], object], # what was asked for
@@ -256,7 +259,7 @@ def answer_to(
         except (KeyboardInterrupt, SystemExit): raise          # these end the process
         except BaseException as e: ok, message = False, serialize(portable(e))
     warned = tuple((w.category.__name__, str(w.message)) for w in caught)
-    return Answer(ok, message, time.perf_counter() - start, _resident_bytes(), warned)
+    return Answer(ok, message, time.perf_counter() - start, resident(), warned, now(), usage())
 
 def portable(
     error:BaseException,
@@ -268,10 +271,6 @@ def portable(
     try: Reader().read(serialize(error))
     except Exception: return RuntimeError(f"{type(error).__name__}: {error}"), text
     return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}"), text
-
-def _resident_bytes(): # 0 where the system does not say
-    statm = Path("/proc/self/statm")
-    return int(statm.read_text().split()[1])*os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 # %% ../../nbs/placement/07_ray_messages.ipynb #2e23b8c8
 BUCKET_BYTES = 1 << 26

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from math import inf
 from typing import Any, NamedTuple, cast
 
 import ray
@@ -128,6 +129,7 @@ class Rank:
     pid:int|None = None
     resident:int = 0       # bytes that it held when it last answered
     after:str = "start"    # the call that it answered last
+    shift:tuple[float, float] = (-inf, inf) # seconds that its clock is behind this process's: at least, at most
 
     def ask(self,
         who:str,      # is called: Policy.step. Ray's dashboard and `ps` show it
@@ -136,6 +138,16 @@ class Rank:
     )->object: # a reference to the answer to come
         "Call a method in the process, and do not wait."
         return getattr(self.actor, method).options(name=who).remote(*args)
+
+    def local_time(self,
+        start:float, end:float,   # of a call, by the clock of the rank
+        asked:float, heard:float, # when it was asked and its answer was read, by the clock here
+    )->tuple[float, float]: # start and end by the clock here
+        "Return when a call ran: after it was asked and before it was heard. So a clock that differs is found out."
+        least, most = self.shift
+        self.shift = max(least, asked - start), min(most, heard - end)
+        by = min(max(0., self.shift[0]), self.shift[1])
+        return start + by, end + by
 
     def __str__(self): return f"rank {self.number} (node {self.address}, pid {self.pid})"
 

@@ -99,7 +99,7 @@ class RayPool:
         "Show a consumer everything: the loop runs in one process."
         return rows
 
-    def report(self)->list[dict[str, str|int|float|None]]: # a row for each phase and rank
+    def report(self)->list[dict[str, str|int|float|None]]: # a row for each method and rank
         "Return what was asked of the ranks: calls, seconds together and of the longest, and MiB at most."
         return self.calls.report()
 

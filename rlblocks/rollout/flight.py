@@ -18,6 +18,7 @@ import torch
 from ..data.batch import Batch
 from ..data.columns import seed_of
 from ..data.replay import versions_by_token
+from ..engines.phases import PhaseSpan, note, now, phase
 from .rollout import Rollout, requests_of, rows_of
 from ..samplers.sampler import Caller, Completion, Request
 
@@ -45,6 +46,7 @@ class Flight:
     def __len__(self): return len(self.pending)
     def __repr__(self): return f"Flight({len(self)} prompts under way)"
 
+    @phase("sample")
     def ask(self,
         prompts:Batch, # as for `Rollout.generate`
         **how,         # likewise: group_size, seed, temperature, max_tokens
@@ -67,8 +69,9 @@ class Flight:
         """Return all groups that are done, when `n` are, when nothing else is under way, or when the time has passed.
 
         On a pool groups come in the order of asking."""
-        self.work.begin()
-        return self.work.collect(n, seconds)
+        with phase("wait" if self.work.elsewhere else "sample", "Flight.collect") as mark:
+            self.work.begin()
+            return mark.counted(self.work.collect(n, seconds), (), {})
 
     def late(self,
         seconds:int|float, # since they were asked for
@@ -181,6 +184,12 @@ class _Samples:
         self.rollout, self.pending = rollout, pending      # by group: PendingSamples
         self.caller, self.keys = Caller(rollout.shared), count()
         self.samples = dict[int, tuple[int, int]]()        # key at the engine → (group, first sample)
+        self.busy:float|None = None     # since when the engine has had something to do, if it is elsewhere
+
+    @property
+    def elsewhere(self)->bool:
+        "Whether the engine samples while the loop does something else."
+        return self.rollout.sampler.elsewhere
 
     def prepare(self, prompts:Batch, how:dict)->list[PendingSamples]:
         "Check prompts, and return what the flight keeps of each."
@@ -197,6 +206,7 @@ class _Samples:
                 samples |= {r.key: (g, first) for first, r in parts}
         with self.rollout.lock: self.caller.submit(requests) if requests else None
         self.samples |= samples
+        if samples and self.elsewhere and self.busy is None: self.busy = now()
         for g, _ in samples.values():
             p = self.pending[g]
             p.waits, p.version = False, self.rollout.sampler.version if p.version is None else p.version
@@ -214,6 +224,7 @@ class _Samples:
                 raise
             self._add(completions)
             done = [g for g, p in self.pending.items() if p.is_done]
+            if self.busy is not None and len(done) == len(self.pending): self._note_busy(self.busy)
             if len(done) >= min(n, len(self.pending)) or left <= 0: return [self._rows(g) for g in done]
             if not completions: time.sleep(.005)       # an engine that has nothing does not wait
 
@@ -221,6 +232,12 @@ class _Samples:
         for c in completions:
             group, first = self.samples[c.key]
             self.pending[group].add(first + c.sample, c)
+
+    def _note_busy(self, since):
+        "The engine has nothing left to do. One that does not say since when has had until now."
+        ended = getattr(self.rollout.sampler, "idle_since", 0.)
+        note(PhaseSpan("sample", "engine", since, ended if ended > since else now(), "engine"))
+        self.busy = None
 
     def _rows(self, group)->Batch:
         p = self.pending.pop(group)
@@ -257,6 +274,7 @@ def version_of(rollout:Rollout)->int|None:
 
 class _Calls:
     "Ask a rollout on a pool, by calls of `generate` that are begun with `later`."
+    elsewhere = True
 
     def __init__(self, rollout:Any, pending:dict[int, PendingPrompt]): # rollout: the pool's handle
         self.rollout, self.pending, self.calls = rollout, pending, deque[_Call]()

@@ -20,6 +20,7 @@ from ..data.batch import Batch
 from ..data.columns import whole_number
 from ..data.media import tokenizer_of
 from ..engines.engine import LocalOnly, ReentrantLock, locked
+from ..engines.phases import phase
 from ..engines.weights import Manifest, Ticket
 from ..engines.process_group import device_of
 from ..models.validation import check_ids
@@ -73,6 +74,7 @@ class Rollout(LocalOnly):
         self.structures = Structures(self.tokenizer, self.stop, self.sampler.vocabulary)
         self.lock, self.unseeded = ReentrantLock(), set[int]()      # against loads in threads; groups without a seed
 
+    @phase("sync")
     @locked
     def load(self,
         ticket:Ticket, # from `policy.weights()`
@@ -89,6 +91,7 @@ class Rollout(LocalOnly):
             self.shared.abort_all(e)
             raise
 
+    @phase("sample")
     @locked
     def generate(self,
         prompts:Batch,     # tokens, lengths, group and whatever else rows bring along
@@ -110,6 +113,7 @@ class Rollout(LocalOnly):
                                max_tokens=max_tokens, penalties=penalties, structure=structure, experts=experts)
         return Pending(self, prompts, requests, timeout).result(by_token=False)
 
+    @phase("sample")
     @locked
     def start_generate(self,
         prompts:Batch, # as for `generate`
@@ -122,6 +126,7 @@ class Rollout(LocalOnly):
         if not self.sampler.elsewhere: pending.result()
         return pending
 
+    @phase("sample")
     @locked
     def extend(self,
         rows:Batch, # of `generate` or `extend`
@@ -164,6 +169,7 @@ class Rollout(LocalOnly):
         "End all rows under way; whoever asks for some of them gets a RuntimeError."
         self.shared.abort_all(RuntimeError("rollout.abort() has ended them"))
 
+    @phase("sample")
     def run(self,
         fn:Callable[Concatenate["Rollout", _P], _T], # takes a rollout first
         *args:_P.args,       # of the function, behind it
@@ -250,6 +256,7 @@ class Pending:
         self.error:BaseException|None = None
         self.caller.submit(requests)
 
+    @phase("wait")
     def result(self,
         *,
         by_token:bool=True, # whether `policy_version` is of each token

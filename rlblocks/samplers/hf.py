@@ -20,6 +20,8 @@ from torch import Tensor, nn
 
 from ..data.media import tokenizer_of
 from ..engines.weights import BaseWeights, Manifest, Ticket, check_since, copy_weights, named_weights
+from ..engines.usage import count_flops
+from ..models.flops import size_of
 from ..models.forward import Forward
 from ..models.loading import load_module
 from ..models.multimodal import rows_window
@@ -194,7 +196,10 @@ class Hf:
         part = self.queue.popleft()
         with routing(self.module) if part[0].experts else nullcontext() as picks: decoder, sampled = self._decode(part)
         experts = None if picks is None else experts_of_rows(decoder.fed, picks).cpu()
-        return completions(part, sampled, int(self.version or 0), experts)
+        done = completions(part, sampled, int(self.version or 0), experts)
+        ids = [len(r.ids) for r in part for _ in r.seeds]
+        count_flops(size_of(self.module).flops(torch.tensor(ids) + torch.tensor([len(c.tokens) for c in done])))
+        return done
 
     def _decode(self, part:Sequence[Request])->tuple[Decoder, Sampled]:
         first, (tokens, lengths), n = part[0], pad_prompts(part), len(part[0].seeds)

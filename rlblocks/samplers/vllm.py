@@ -312,6 +312,7 @@ def save_processor(processor:Any, model:nn.Module, folder:str):
 class Vllm:
     "Sample with vLLM, in a process of its own."
     elsewhere = True
+    idle_since = 0.     # when the engine had drawn all that was asked of it, by the clock of phases
 
     def __init__(self,
         model,         # name, folder, transformers model or a callable that makes one
@@ -409,6 +410,7 @@ class Vllm:
                 kind, *contents = message
                 if kind == "error": raise RuntimeError(f"generate: the engine could not {contents[0]}: {contents[1]}")
                 if kind == "refused" and contents[0] in self.under_way: refused.append(self._refusal(*contents))
+                if kind == "idle": self.idle_since = contents[0]
                 if kind == "done":
                     name, *parts, reason = contents
                     completions.append(self._completion(name, parts, reason))

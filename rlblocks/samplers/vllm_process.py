@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..engines.phases import now
 from ..engines.weights import checksum
 from .decoding import first_complete
 from .processes import end_without_trainer, use_temporary_folder
@@ -358,6 +359,7 @@ class Server:
             reason = "stop" if end is not None or completion.finish_reason == "stop" else "length"
             self.send("done", name, *arrays, completion.routed_experts, self.versions[name], reason)
             self.forget([name])
+            if not self.samples: self.send("idle", now())       # the trainer may read it much later
 
     def forget(self, names:Iterable[str]):
         "Send nothing more about samples."

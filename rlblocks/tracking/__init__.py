@@ -1,1 +1,1 @@
-"What a run logs and where: files, trackers, seconds by phase, memory, timelines, a report."
+"What a run logs and where: files, trackers, seconds by phase, memory, timelines."

@@ -19,6 +19,7 @@ from ..engines.process_group import world
 from .loop_frame import innermost, loop_batch, loop_locals
 from .metric_names import renamed
 from .sinks import Console, JsonLines, Sink
+from .timing import StepTimer
 from .trackers import TRACKERS, Tracker
 
 # %% ../../nbs/tracking/00_log_to.ipynb #558e7fc8
@@ -80,7 +81,7 @@ def log_to(
     every:int=10,               # steps between two such tables
     batch:Callable[[], Batch|None]|None=None, # gives the batch; None: it is found in the loop
 )->Generator[dict, Any, Any]: # the loop's dicts; what the loop returns
-    """Give what a loop yields to sinks, and hand it on unchanged.
+    """Give what a loop yields to sinks, with the times of each step, and hand it on unchanged.
 
     The console is a sink, and so is `log.jsonl` where there is a folder. ValueError for a word that is no sink,
     ImportError without its package."""
@@ -116,17 +117,24 @@ def _logged(loop, sinks, names, samples, every, batch):
     "The loop; `loop_frame` finds what is in a variable of that name."
     rows, step = iter(loop), -1
     try:
-        while True:
-            try: row = next(rows)
-            except StopIteration as e: return e.value
-            step = _number(row, step + 1)
-            if world()[0] == 0:
-                for sink in sinks: sink.log(row, step, names)
-                if samples and step % every == 0: _log_samples(sinks, batch, step, samples)
-            yield row
+        with StepTimer() as timer:
+            while True:
+                timer.begin()
+                try: row = next(rows)
+                except StopIteration as e: return e.value
+                logged, step = timer.end(row, _quietly(batch)), _number(row, step + 1)
+                if world()[0] == 0:
+                    for sink in sinks: sink.log(logged, step, names)
+                    if samples and step % every == 0: _log_samples(sinks, batch, step, samples)
+                yield row
     finally:
         if hasattr(rows, "close"): rows.close()
         for sink in sinks: sink.finish()
+
+def _quietly(batch):
+    "The batch; None where it cannot be had, of which `_log_samples` warns."
+    try: return batch()
+    except Exception: return None
 
 def _number(row, default):
     "The number of a step: what its dict says, else the one after the last."

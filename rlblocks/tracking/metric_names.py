@@ -66,7 +66,18 @@ METRICS = dict(
     start="seconds of the clock when the step began",
     asked="seconds of the clock when its prompts were on their way",
     idle="seconds in which the trainer waited for rows",
+    # of any step that is timed
     seconds="seconds of the step",
+    engine_wait="seconds in which an engine elsewhere had nothing to do",
+    tokens_per_second="tokens that updates went over, a second of the step",
+    sampled_per_second="tokens that were drawn, a second of the step",
+    tflops="10¹² floating-point operations of model passes in torch, a second of the step",
+    mfu="tflops as a share of what the devices can do at most",
+    memory_gib="GiB at most so far: allocated on the GPU; resident where there is none",
+    reserved_gib="GiB at most so far that torch holds of the GPU",
+    gpu_use="share of the step in which the GPU was at work, as NVML notes it",
+    equal_groups="share of the groups whose answers all have one score",
+    at_limit="share of the answers that were cut at max_tokens",
     # of a critic
     value_error="mean (V − R)²",
     value_bias="mean R − V",

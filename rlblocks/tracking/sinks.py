@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from .timing import without_times
+
 # %% ../../nbs/tracking/01_sinks.ipynb #0a448f8e
 @runtime_checkable
 class Sink(Protocol):
@@ -55,7 +57,7 @@ class Console:
         step:int,    # its number
     ):
         "Print a step."
-        values = (dict(step=step) | plain_values(row)).items()
+        values = (dict(step=step) | plain_values(without_times(row))).items()
         print("  ".join(f"{k} {x:.4g}" if isinstance(x, float) else f"{k} {x}" for k, x in values), flush=True)
 
     def table(self,
