@@ -11,8 +11,8 @@ OUT ?= benchmarks/results
 # as it was before `make test` sets it for hypothesis
 IN_CI := $(CI)
 
-.PHONY: demo lab gpu test suite test-long test-times setup dev peers torchvision vllm hubs browser trackers pythons parity export \
-        readme docs release lint clean
+.PHONY: demo lab gpu test suite test-long test-times setup dev peers torchvision vllm hubs harness browser trackers pythons \
+        parity export readme docs release lint clean
 
 setup: .venv/.demo
 dev: .venv/.dev
@@ -20,6 +20,7 @@ peers: .venv/.peers
 torchvision: .venv/.torchvision
 vllm: .venv/.vllm
 hubs: .venv/.openenv .venv/.verifiers
+harness: .venv/.harness .venv/.lighteval
 browser: .venv/.browser
 trackers: .venv/.trackers
 pythons: .venv/.3.12 .venv/.3.13
@@ -74,6 +75,15 @@ pythons: .venv/.3.12 .venv/.3.13
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(echo .venv/$*/lib/python3.*/site-packages)/above.pth" && \
 	.venv/$*/bin/python -m pip install -q -c constraints.txt $(HUB) && touch $@ \
 	|| { rm -rf .venv/$*; echo "make hubs: $* cannot be had; its tests in tests/hubs will skip" >&2; }
+
+# Harnesses that evaluate, against the endpoint, in two environments beside the other from which they read torch: 520 and 680 MB.
+.venv/.harness: HARNESS := 'lm-eval[api]' inspect-ai openai
+.venv/.lighteval: HARNESS := 'lighteval[litellm]' litellm openai
+.venv/.harness .venv/.lighteval: .venv/.%: .venv/.dev constraints.txt
+	$(PYTHON) -m venv .venv/$* && \
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > "$$(echo .venv/$*/lib/python3.*/site-packages)/above.pth" && \
+	.venv/$*/bin/python -m pip install -q -c constraints.txt $(HARNESS) && touch $@ \
+	|| { rm -rf .venv/$*; echo "make harness: $* cannot be had; its test in tests/test_harness.py will skip" >&2; }
 
 # Trackers of runs, in an environment beside the other, from which they read torch: 290 MB. mlflow-skinny has no server.
 .venv/.trackers: .venv/.dev constraints.txt
@@ -136,7 +146,8 @@ gpu:
 
 # ruff, pyright and import-linter run beside the tests' first minute, in which workers import and collect. It is make that runs
 # them so: Ctrl-C does not reach what a shell has begun with `&`.
-test: .venv/.dev .venv/.peers .venv/.torchvision .venv/.vllm .venv/.openenv .venv/.verifiers .venv/.browser .venv/.trackers
+test: .venv/.dev .venv/.peers .venv/.torchvision .venv/.vllm .venv/.openenv .venv/.verifiers .venv/.harness \
+      .venv/.lighteval .venv/.browser .venv/.trackers
 	$(MAKE) --no-print-directory --keep-going -j2 lint suite
 
 suite: .venv/.dev

@@ -35,9 +35,9 @@ A package imports only from packages before it: an arrow is an import, and those
 `import rlblocks` loads the packages down to `data`, which need torch, einops and jaxtyping; the others are loaded when
 a name of theirs is first used."""
 # where each package stands in the picture of the map: those that it imports are below it
-PLACES = dict(people=(3, 10), loops=(3, 9), tracking=(5, 9), placement=(3, 8), endpoint=(5, 8), checkpoint=(1.5, 7),
-              environments=(5, 7), graders=(4, 6), rollout=(4, 5), samplers=(4, 4), models=(3, 3), losses=(1, 2),
-              engines=(4, 2), signals=(1, 1), testing=(2.4, 1), data=(4, 1), arithmetic=(2.4, 0),
+PLACES = dict(people=(3, 10), loops=(3, 9), tracking=(5, 9), evaluation=(1, 9), placement=(3, 8), endpoint=(5, 8),
+              checkpoint=(1.5, 7), environments=(5, 7), graders=(4, 6), rollout=(4, 5), samplers=(4, 4), models=(3, 3),
+              losses=(1, 2), engines=(4, 2), signals=(1, 1), testing=(2.4, 1), data=(4, 1), arithmetic=(2.4, 0),
               statistics=(-.4, 2))
 FRAMES = [("functions on tensors", PURE),
           ("from prompts to rewards", ("samplers", "rollout", "graders", "environments", "endpoint"))]

@@ -15,7 +15,7 @@ NOTE = "<!-- made from nbs/index.ipynb by nbs/make_readme.py; edit the notebook 
 
 
 PACKAGES = ("arithmetic signals losses statistics testing data engines models samplers rollout graders environments "
-            "endpoint checkpoint placement tracking people").split()
+            "endpoint checkpoint placement evaluation tracking people").split()
 
 
 def packages():

@@ -185,6 +185,9 @@ if TYPE_CHECKING:
     from rlblocks.checkpoint.saves import writable
     from rlblocks.placement.cluster import Cluster
     from rlblocks.placement.place import Pools, here, later
+    from rlblocks.evaluation.evaluate import evaluate
+    from rlblocks.evaluation.results import load_evaluation
+    from rlblocks.evaluation.tasks import Task
     from rlblocks.placement.plan import plan, plan_rollout, step_seconds
     from rlblocks.placement.raypool import RayPool
     from rlblocks.placement.restarts import restarted
@@ -236,6 +239,9 @@ _OFFERS = {
     "endpoint.tasksets": "taskset_environment taskset_rows verifiers_environment verifiers_rows",
     "checkpoint.checkpoint": "Checkpoint",
     "checkpoint.saves": "writable",
+    "evaluation.evaluate": "evaluate",
+    "evaluation.results": "load_evaluation",
+    "evaluation.tasks": "Task",
     "placement.plan": "plan plan_rollout step_seconds",
     "placement.cluster": "Cluster",
     "placement.place": "Pools here later",
@@ -260,7 +266,7 @@ __all__ = [
     "JsonLines", "Last", "MLflow", "Max", "Mean", "Media", "Metric", "Number", "OptimizerSpec", "Over", "Packed",
     "Policy", "Pools", "Preferences", "Prompts", "PythonTool", "Ragged", "RayPool", "RemoteReward", "Renderer",
     "Response", "Retries", "Rollout", "Sandbox", "Scorer", "Search", "Session", "SpmdPool", "Step", "StepFeedback",
-    "Stream", "TensorBoard", "TextRenderer", "Trackio", "Wandb", "Whole", "a2po_loss", "adamw", "adamw_8bit",
+    "Stream", "Task", "TensorBoard", "TextRenderer", "Trackio", "Wandb", "Whole", "a2po_loss", "adamw", "adamw_8bit",
     "adaptive_clip", "adaptive_entropy_coef", "adaptive_kl_coef", "aggregate", "alpha_reward", "alphapo_loss",
     "answer_log_ratios", "aot_loss", "aot_matched", "aot_units", "apo_down_loss", "apo_zero_loss", "as_feedback",
     "assert_on_policy", "asymre_loss", "at_last_token", "at_tokens", "balance", "balance_families", "bco_delta",
@@ -273,8 +279,8 @@ __all__ = [
     "constant", "cosine", "cosine_length_reward", "cpgd_loss", "cpo_loss", "dapo_loss", "davidson_loss",
     "delta_apply", "delta_encode", "dft_loss", "discopop_loss", "discounted_returns", "distill_advantages",
     "distinct_n", "distinct_reward", "divisor", "dpo_loss", "dpop_loss", "dppo_kl_loss", "dppo_tv_loss",
-    "dr_grpo_loss", "dro_loss", "drop_long", "effective_share", "entropy", "entropy_loss", "exact_reward", "exo_loss",
-    "expected_value", "expert_load", "explained_variance", "explore", "f_dpo_loss", "finite_logprobs",
+    "dr_grpo_loss", "dro_loss", "drop_long", "effective_share", "entropy", "entropy_loss", "evaluate", "exact_reward",
+    "exo_loss", "expected_value", "expert_load", "explained_variance", "explore", "f_dpo_loss", "finite_logprobs",
     "fit_row_costs", "format_reward", "forward_kl_loss", "fresh_mask", "from_arrow", "fsdp2", "full_kl", "gae",
     "gather_logprobs", "gdpo_advantages", "generative_scores", "geometric_mask", "geometric_mixture",
     "geometric_weights", "gigpo_advantages", "gmpo_loss", "gpg_advantages", "gppo_loss", "group_advantages",
@@ -284,10 +290,10 @@ __all__ = [
     "joint_groups", "js_reward", "jsd", "jsd_loss", "json_reward", "judge_reward", "judge_rollout", "judge_url",
     "k3_mask", "kl_cov_loss", "kl_cov_mask", "kl_k1", "kl_k2", "kl_k3", "kl_shaped", "kto_kl", "kto_loss", "later",
     "ld_logprobs", "leave_one_out", "length_adaptive_lam", "length_controlled_win_rate", "length_reward", "linear",
-    "linear_logprobs", "linear_measured", "lite_ppo_advantages", "load_rollouts", "load_rows", "log_odds",
-    "log_ratio", "log_to", "longest_loop", "loop_from", "luffy_loss", "luspo_loss", "m2po_mask", "majority_at_k",
-    "masked_data", "masked_mean", "masked_std", "masked_sum", "math_reward", "maxrl_advantages", "mean_interval",
-    "mean_logprobs_only", "mean_of", "means_of", "merge", "micro_batch_count", "minillm_advantages",
+    "linear_logprobs", "linear_measured", "lite_ppo_advantages", "load_evaluation", "load_rollouts", "load_rows",
+    "log_odds", "log_ratio", "log_to", "longest_loop", "loop_from", "luffy_loss", "luspo_loss", "m2po_mask",
+    "majority_at_k", "masked_data", "masked_mean", "masked_std", "masked_sum", "math_reward", "maxrl_advantages",
+    "mean_interval", "mean_logprobs_only", "mean_of", "means_of", "merge", "micro_batch_count", "minillm_advantages",
     "mismatch_metrics", "mismatched", "mixed_environment", "mixed_groups", "moe_balance_loss", "multi_head_loss",
     "muon", "n_step_returns", "naive_aggregate", "naive_gae", "naive_group_advantages", "naive_leave_one_out",
     "naive_ppo_loss", "naive_returns", "naive_token_logprobs", "naive_value_loss", "nash_md_loss", "nca_loss",

@@ -1078,3 +1078,30 @@ def test_without_its_extra_it_says_what_to_install():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "Endpoint needs Starlette and uvicorn: pip install -e '.[endpoint]'" in run.stdout, run.stderr[-2000:]
     with pytest.raises(TypeError, match="a Rollout of this process is wanted"): Endpoint("a model")
+
+
+# -- texts continued and scored, for harnesses (tests/harness asks with the packages themselves)
+def test_texts_are_continued_and_scored_under_the_endpoint_s_own_key(at, rollout):
+    client = openai.OpenAI(base_url=at.url, api_key=at.token, max_retries=0)
+    def ask(**how): return client.completions.create(model="policy", **how)
+    texts = ["Say 1.", "Say 12."]
+    asked_for = [t for t in texts for _ in range(2)]
+    found = ask(prompt=texts, n=2, max_tokens=4, temperature=1, seed=3, echo=True, logprobs=2)
+    assert [c.index for c in found.choices] == [0, 1, 2, 3] and found.usage.completion_tokens <= 16
+    again = ask(prompt=texts, n=2, max_tokens=4, temperature=1, seed=3)
+    assert [c.text for c in found.choices] == [t + c.text for t, c in zip(asked_for, again.choices, strict=True)]
+    for text, c in zip(asked_for, found.choices, strict=True):
+        marks, n = c.logprobs, len(rollout.tokenizer(text, add_special_tokens=False)["input_ids"])
+        assert "".join(marks.tokens[:n]) == text and marks.token_logprobs[0] is None
+        assert all(x <= 0 for x in marks.token_logprobs[1:]) and len(marks.tokens) > n
+        assert all(w in top and max(top.values()) >= x for w, x, top in list(
+            zip(marks.tokens, marks.token_logprobs, marks.top_logprobs, strict=True))[1:])
+    greedy = ask(prompt=texts[0], max_tokens=8, temperature=0).choices[0].text
+    cut = ask(prompt=texts[0], max_tokens=8, temperature=0, stop=greedy[2]).choices[0]
+    assert cut.text == greedy.split(greedy[2])[0] and cut.finish_reason == "stop"
+    for how, wrong in [(dict(prompt=[]), "prompt is empty"), (dict(prompt="a", logprobs=65), "logprobs=65"),
+                       (dict(prompt=[10**6]), "the id 1000000"), (dict(prompt="a", max_tokens=10**6), "positions"),
+                       (dict(prompt="a", best_of=2), "best_of")]:
+        with pytest.raises(openai.BadRequestError, match=wrong): ask(**how)
+    other = openai.OpenAI(base_url=at.url, api_key=at.session().key, max_retries=0)
+    with pytest.raises(openai.AuthenticationError, match="own key"): other.completions.create(model="m", prompt="a")

@@ -10,7 +10,8 @@ from conftest import ROOT
 
 # packages from the lowest to the highest, each with its floor (DESIGN 2)
 ROOMS = dict(arithmetic=0, signals=1, losses=1, statistics=1, testing=1, data=2, engines=3, models=3, samplers=3,
-             rollout=3, graders=3, environments=3, endpoint=3, checkpoint=3, placement=4, tracking=4, loops=5, people=5)
+             rollout=3, graders=3, environments=3, endpoint=3, checkpoint=3, placement=4, evaluation=4, tracking=4,
+             loops=5, people=5)
 HEAVY = ["transformers", "datasets", "ray", "vllm", "deepspeed", "matplotlib", "peft", "IPython"]
 BOOKS = sorted(ROOT.glob("nbs/*/*.ipynb"))
 TUTORIALS = sorted(ROOT.glob("tutorials/*.ipynb"))

@@ -15,7 +15,7 @@ from itertools import count
 import torch
 
 from ..rollout.rollout import Rollout
-from ..samplers.sampler import Caller, Completion, Request, check_ready
+from ..samplers.sampler import Caller, Completion, Request, Sampling, check_ready
 
 # %% ../../nbs/endpoint/07_request_queue.ipynb #a1ae7ca8
 class RequestQueue:
@@ -37,11 +37,15 @@ class RequestQueue:
         ids:list[int],
         seed:int,
         max_tokens:int,
+        *,
+        how:Sampling|None=None,    # the distribution; None: the rollout's, under which rows are trained
+        strings:tuple[str, ...]=(), # that end it too
     )->Completion:
         "The policy's completion of these ids. Cancelled, it takes the request out of the engine."
         r, loop = self.rollout, asyncio.get_running_loop()
         future, key = loop.create_future(), next(self.keys)
-        request = Request(key, torch.tensor(ids), (seed,), max_tokens, r.how, tuple(r.stop.tolist()), r.stop_strings)
+        request = Request(key, torch.tensor(ids), (seed,), max_tokens, how or r.how, tuple(r.stop.tolist()),
+                          (*r.stop_strings, *strings))
         with self.changed:
             if self.closed: raise RuntimeError("the endpoint is closed")
             self.waits[key] = loop, future

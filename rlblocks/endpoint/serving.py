@@ -14,6 +14,7 @@ from typing import Any
 
 from .calls import ChatFormat, Refused
 from .chat_completions import CHAT, openai_error
+from .completions import completions_response
 from .exchanges import ServerState, Exchange, exchange_of, session_of
 from ..graders.functions import error_text
 from .messages import MESSAGES
@@ -103,10 +104,21 @@ def app_of(
     for path, form in {"chat/completions": CHAT, "responses": RESPONSES, "messages": MESSAGES}.items():
         async def answer(request, form=form): return await respond(state, form, request)
         routes += [Route(f"{start}/{path}", answer, methods=["POST"]) for start in ("/v1", "/v1/v1", "")]
+    async def complete(request): return await completions(state, request)
     async def named(request): return await models(state, request)
+    routes += [Route(f"{start}/completions", complete, methods=["POST"]) for start in ("/v1", "/v1/v1", "")]
     routes += [Route(f"{start}/models", named) for start in ("/v1", "/v1/v1", "")]
     return Starlette(routes=routes, exception_handlers={HTTPException: nowhere, Exception: broken},
                      middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"])])
+
+async def completions(
+    state:ServerState,
+    request:Any,
+)->Any: # a response of Starlette
+    "Continue or score texts."
+    from starlette.responses import JSONResponse
+    try: return JSONResponse(await completions_response(state, request))
+    except Refused as e: return refusal(openai_error(e), e.status)
 
 async def models(
     state:ServerState,
@@ -124,7 +136,8 @@ async def models(
 async def nowhere(request:Any, e:Any)->Any:
     "A path or a method that is not served."
     form = MESSAGES if "messages" in request.url.path else CHAT
-    text = f"{request.method} {request.url.path}: {e.detail}; POST to chat/completions, responses or messages is wanted"
+    text = (f"{request.method} {request.url.path}: {e.detail}; POST to chat/completions, responses, messages or "
+            "completions is wanted")
     return refusal(form.error(Refused(text, status=e.status_code)), e.status_code)
 
 async def broken(request:Any, e:Exception)->Any:

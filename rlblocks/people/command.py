@@ -133,7 +133,7 @@ rlblocks COMMAND --config A.yaml B.yaml    flags from files, later ones win
 train     {', '.join(sorted({*NAMES, *(x.replace('_', '-') for x in loops.__all__)} - {'reward-model', 'rlhf'}))}
           rlhf: demonstrations, comparisons and prompts to a model, in three stages
           run PLACE: a loop of one's own, package.module:function or folder/notebook.ipynb:function
-use       generate, chat, serve-reward
+use       generate, evaluate, chat, serve-reward
 runs      watch FOLDER: curves, alarms, samples of runs, while they run or afterwards
 models    merge-lora, convert
 machine   doctor, plan
@@ -147,6 +147,7 @@ So are these of the command, which no keyword may be called:
 
 # other commands: the module and the function that takes the words
 OTHERS = {"doctor": "rlblocks.people.doctor:doctor_command", "plan": "rlblocks.people.doctor:plan_command",
+          "evaluate": "rlblocks.people.evaluate:evaluate_command",
           "chat": "rlblocks.people.chat:chat_command", "serve-reward": "rlblocks.people.chat:serve_command",
           "rlhf": "rlblocks.people.stages:rlhf_command", "watch": "rlblocks.people.monitor:watch_command",
           "merge-lora": "rlblocks.models.lora:main", "convert": "rlblocks.checkpoint.convert:main"}

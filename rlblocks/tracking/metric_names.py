@@ -138,7 +138,9 @@ METRICS = dict(
 
 # what is put in front of a name: a critic's numbers beside a policy's, a head's among several
 METRIC_PREFIXES = dict(critic_="of the critic", held_out_="held_out of one head",
-                       seconds_="seconds of a phase of the step")
+                       seconds_="seconds of a phase of the step") | {
+    "evaluation/": "of an evaluation beside training: score of a task, /low and /high of its interval, version of the "
+                   "weights, lag in steps"}
 
 # %% ../../nbs/tracking/03_metric_names.ipynb #7cb89dec
 def meaning(

@@ -1,0 +1,1 @@
+"Benchmarks and tasks of one's own, sampled and graded, with intervals, compared with an earlier evaluation."
