@@ -320,7 +320,8 @@ def trainer_of(name, train, tok, s, seed):
     if name == "sft":
         good = [dict(prompt=row["prompt"], completion=row["chosen"]) for row in train]
         data = Demonstrations(good, tok, shuffle=False)
-        rows = [dict(input_ids=ids, completion_mask=mask) for ids, mask in batch_rows(data.take(len(data)))]
+        rows = [dict(input_ids=ids, labels=[x if there else -100 for x, there in zip(ids, mask, strict=True)])
+                for ids, mask in batch_rows(data.take(len(data)))]      # a mask alone TRL reads in its preparation
         return prepared, config, rows, {}
     found = batch_rows(pairs_of(train, tok).take(len(train)))
     pairs = [(*split(a), split(b)[1]) for a, b in zip(found[::2], found[1::2], strict=True)]
