@@ -1,12 +1,15 @@
-"""Does it learn as well as TRL, and how fast? Six algorithms, the same model, data, seeds and hyperparameters.
+"""Does it learn as well as TRL, and how fast? Seven algorithms, the same model, data, seeds and hyperparameters.
 
-    .venv/bin/python benchmarks/learning.py --data ../shared/data [--only grpo sft] [--seeds 0 1 2 3 4]
-        [--out benchmarks/results]
+    pip install --no-deps --target /tmp/trl_ppo trl==1.12.0       # the last with PPO; beside the environment, not in it
+    .venv/bin/python benchmarks/learning.py --data ../shared/data --trl-ppo /tmp/trl_ppo [--only grpo sft]
+        [--seeds 0 1 2 3 4] [--out benchmarks/results]
 
 Ours are the loops of the library as they stand (`rlblocks.loops`); RLOO is GRPO's loop with two lines changed, as
 tutorials/relatives.ipynb has it. Theirs are TRL's trainers. Both begin from `models/stories260K`, a pretrained Llama,
 and see the same token ids: TRL's own preparation of datasets is left out, so a difference is one of learning. Both have
-AdamW with the same rates, schedule and clipping.
+AdamW with the same rates, schedule and clipping. Given one batch again and again, SFT, DPO, KTO and the reward model
+take the same steps on both sides (tests/test_learning.py); with seeds they differ in the order of rows, and in what is
+sampled.
 
 Every few steps the model is measured by the same function, whose time counts for neither: sampling algorithms by the
 mean reward of stories that they write to openings not trained on (happy words, three at most); SFT by the loss, and the
@@ -34,6 +37,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT/"tutorials")]
+PPO_TRL = "1.12.0"      # 1.13 and later have no PPO
 MODEL, EVERY, KEPT = "models/stories260K", 5, 128
 WORDS = set("happy happily smile smiles smiled smiling laugh laughed love loves loved fun glad joy hug hugged proud "
             "excited".split())
@@ -48,16 +52,18 @@ class Settings:
     group_size:int = 8      # answers to a prompt
     max_tokens:int = 40
     kl_coef:float = .02
+    epochs:int = 1          # passes over the answers, of PPO
     beta:float = .1
     warmup:int = 5
 
     def factor(self, version): return min((version + 1)/self.warmup, (self.steps - version)/self.steps)
 
 
-SETTINGS = dict(grpo=Settings(60, 3e-4, rows=8), rloo=Settings(60, 3e-4, rows=8),
-                sft=Settings(60, 2e-3), dpo=Settings(60, 3e-4), kto=Settings(60, 3e-4, rows=64),
+SETTINGS = dict(grpo=Settings(30, 3e-4, rows=8), rloo=Settings(30, 3e-4, rows=8),
+                ppo=Settings(30, 3e-4, rows=64, group_size=1, epochs=2),
+                sft=Settings(60, 2e-3), dpo=Settings(60, 3e-4), kto=Settings(60, 3e-4),
                 reward_model=Settings(60, 1e-3))
-BETTER = dict(sft=min)              # the others: max
+SAMPLED = "grpo", "rloo", "ppo"      # the others learn from rows
 
 
 # -- data: equal for both, in token ids
@@ -122,7 +128,7 @@ class Exam:
 
     def __init__(self, name, data, net):
         self.name, self.tok, self.rows, self.prompts = name, tokenizer_of(data), [], []
-        if name in ("grpo", "rloo", "ppo"): self.prompts = [row["prompt"] for row in [*openings(data)][1]][:64]
+        if name in SAMPLED: self.prompts = [row["prompt"] for row in [*openings(data)][1]][:64]
         else: self.rows = batch_rows(pairs_of(judged(data)[1], self.tok).take(KEPT))
         self.before = answer_logprobs(net, self.rows)[0] if name in ("dpo", "kto") else 0.
 
@@ -200,13 +206,17 @@ class Seen:
 def ours(name, data, seed, s, clock_of):
     from rlblocks import Demonstrations, Feedback, Preferences, Prompts, as_feedback, loops
     tok, net, pool = tokenizer_of(data), model_of(name, data), Seen()
-    train, kept = openings(data) if name in ("grpo", "rloo") else judged(data)
+    train, kept = openings(data) if name in SAMPLED else judged(data)
     how = dict(model=net, tokenizer=tok, lr=s.lr, steps=s.steps)
     if name == "grpo":
         loop = loops.grpo(pool, Prompts(train, tok, seed=seed), happy, **how, prompts=s.rows, group_size=s.group_size,
                           minibatches=1, clip_low=.2, clip_high=.2, kl_coef=s.kl_coef, max_tokens=s.max_tokens,
                           seed=seed)
     elif name == "rloo": loop = rloo(pool, Prompts(train, tok, seed=seed), happy, s, seed=seed, **how)
+    elif name == "ppo":
+        loop = loops.ppo(pool, Prompts(train, tok, seed=seed), happy, **how, critic_lr=s.lr, prompts=s.rows,
+                         group_size=s.group_size, epochs=s.epochs, minibatches=1, clip=.2, value_clip=.2,
+                         kl_coef=s.kl_coef, horizon=10**12, max_tokens=s.max_tokens, seed=seed)  # a constant price
     elif name == "sft":
         rows = [dict(prompt=row["prompt"], completion=row["chosen"]) for row in train]
         loop = loops.sft(pool, Demonstrations(rows, tok, seed=seed), **how, rows=s.rows, warmup=s.warmup)
@@ -267,24 +277,27 @@ def theirs(name, data, seed, s, clock_of):
     from torch.optim import AdamW
     from torch.optim.lr_scheduler import LambdaLR
     tok, net = tokenizer_of(data), model_of(name, data)
-    train = [*openings(data)][0] if name in ("grpo", "rloo") else judged(data)[0]
+    train = [*openings(data)][0] if name in SAMPLED else judged(data)[0]
     clock = clock_of(net)
     clock.after(0)
     folder = tempfile.TemporaryDirectory()
     usual = dict(output_dir=folder.name, max_steps=s.steps, seed=seed, use_cpu=True, bf16=False, fp16=False,
                  gradient_checkpointing=False, logging_strategy="no", save_strategy="no", report_to="none",
                  disable_tqdm=True, max_grad_norm=1., learning_rate=s.lr, lr_scheduler_type="constant", weight_decay=0.)
-    optimizer = AdamW(net.parameters(), lr=s.lr, betas=(.9, .999), eps=1e-8, weight_decay=0.)
-    factor = (lambda _: 1.) if name in ("grpo", "rloo") else s.factor
+    factor = (lambda _: 1.) if name in SAMPLED else s.factor
 
     class Watch(transformers.TrainerCallback):
         def on_train_begin(self, *_, **__): clock.begin()
         def on_step_end(self, args, state, control, **__): clock.after(state.global_step)
 
-    more = dict(args_of(name, s), **usual)
-    kind, config, rows, given = trainer_of(name, train, tok, s, seed)
-    trainer = kind(net, args=config(**more), train_dataset=datasets.Dataset.from_list(rows), processing_class=tok,
-                   callbacks=[Watch()], optimizers=(optimizer, LambdaLR(optimizer, factor)), **given)
+    if name == "ppo": kind, config, rows, given = ppo_trainer_of(train, tok, data)
+    else: kind, config, rows, given = trainer_of(name, train, tok, s, seed)
+    learn = [net, given["value_model"]] if name == "ppo" else [net]
+    optimizer = (Clipped if name == "ppo" else AdamW)([dict(params=[*x.parameters()]) for x in learn], lr=s.lr,
+                                                      betas=(.9, .999), eps=1e-8, weight_decay=0.)
+    trainer = kind(model=net, args=config(**args_of(name, s), **usual), train_dataset=datasets.Dataset.from_list(rows),
+                   processing_class=tok, callbacks=[Watch()], optimizers=(optimizer, LambdaLR(optimizer, factor)),
+                   **given)
     trainer.train()
     folder.cleanup()
     return clock.points
@@ -297,6 +310,11 @@ def args_of(name, s):
                    gradient_accumulation_steps=1, steps_per_generation=1, num_iterations=1, temperature=1., top_k=0,
                    top_p=1., max_completion_length=s.max_tokens, use_vllm=False, epsilon=.2)
         return how | (dict(loss_type="dapo", scale_rewards="group") if name == "grpo" else {})
+    if name == "ppo":       # one minibatch: with more, TRL 1.12 still takes one optimizer step a pass
+        return dict(per_device_train_batch_size=s.rows, gradient_accumulation_steps=1, num_mini_batches=1,
+                    num_ppo_epochs=s.epochs, total_episodes=s.steps*s.rows, response_length=s.max_tokens,
+                    local_rollout_forward_batch_size=s.rows, num_sample_generations=0, stop_token="eos",
+                    temperature=1., kl_coef=s.kl_coef, cliprange=.2, cliprange_value=.2, vf_coef=1., gamma=1., lam=.95)
     how = dict(per_device_train_batch_size=s.rows, gradient_accumulation_steps=1, max_length=None)
     if name == "dpo": how |= dict(beta=s.beta, loss_type="sigmoid", precompute_ref_log_probs=False)
     if name == "kto": how |= dict(beta=s.beta)
@@ -340,6 +358,42 @@ def trainer_of(name, train, tok, s, seed):
     return prepared, config, single, {}
 
 
+def Clipped(groups, **how):
+    "AdamW that clips each group: TRL's PPO clips nothing, ours the gradients of policy and critic, each to norm 1."
+    import torch
+    class Optimizer(torch.optim.AdamW):
+        def step(self, closure=None):
+            for group in self.param_groups: torch.nn.utils.clip_grad_norm_(group["params"], 1.)
+            return super().step(closure)
+    return Optimizer(groups, **how)
+
+
+def ppo_trainer_of(train, tok, data):
+    "As `trainer_of`. The critic's head starts at zero, as ours; what stands for a reward model counts words."
+    import datasets
+    import torch
+    from transformers import AutoModelForSequenceClassification
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+    tok.padding_side = "left"
+    rows = [dict(input_ids=tok(row["prompt"]).input_ids) for row in train]
+    prompts = {tuple(row["input_ids"]) for row in rows}
+    critic = AutoModelForSequenceClassification.from_pretrained(data/MODEL, num_labels=1, dtype=torch.float32)
+    torch.nn.init.zeros_(critic.score.weight)
+
+    class Words(torch.nn.Module):
+        "TRL asks for hidden states of `backbone` and a `score` of each: here both are the reward of the whole answer."
+        base_model_prefix, score = "backbone", torch.nn.Identity()
+        def backbone(self, input_ids, attention_mask, **_):
+            from types import SimpleNamespace
+            read = [ids[there].tolist() for ids, there in zip(input_ids, attention_mask.bool(), strict=True)]
+            said = [ids[max(n for n in range(len(ids) + 1) if tuple(ids[:n]) in prompts):] for ids in read]
+            rewards = torch.tensor(happy(tok.batch_decode(said, skip_special_tokens=True)))
+            return SimpleNamespace(hidden_states=[rewards[:, None, None].expand(*input_ids.shape, 1)])
+
+    return PPOTrainer, PPOConfig, rows, dict(ref_model=None, reward_model=Words(), value_model=critic,
+                                             eval_dataset=datasets.Dataset.from_list(rows[:64]))
+
+
 # -- all runs
 def run(name, side, seed, data):
     "One run, in this process: its points."
@@ -350,7 +404,7 @@ def run(name, side, seed, data):
     transformers.utils.logging.disable_progress_bar()
     s = SETTINGS[name]
     exam = Exam(name, data, model_of(name, data))
-    each = s.rows*(s.group_size if name in ("grpo", "rloo") else 1)
+    each = s.rows*(s.group_size if name in SAMPLED else 1)
     work = dict(ours=ours, trl=theirs)[side]
     return work(name, data, seed, s, lambda net: Clock(exam, net, each))
 
@@ -358,6 +412,7 @@ def run(name, side, seed, data):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--trl-ppo", type=Path, help=f"a folder with TRL {PPO_TRL}, as above")
     parser.add_argument("--only", nargs="*", default=[*SETTINGS], choices=[*SETTINGS])
     parser.add_argument("--seeds", nargs="*", type=int, default=[*range(5)])
     parser.add_argument("--out", type=Path, default=ROOT/"benchmarks"/"results")
@@ -367,6 +422,9 @@ def main():
         name, side, seed = args.run
         print(json.dumps(run(name, side, int(seed), args.data)))
         return
+    if "ppo" in args.only and not args.trl_ppo:
+        parser.error(f"ppo needs --trl-ppo FOLDER, with TRL {PPO_TRL}: "
+                     f"pip install --no-deps --target FOLDER trl=={PPO_TRL}")
     file = args.out/"learning.json"
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else dict(runs={})
     for name in args.only:
@@ -375,12 +433,14 @@ def main():
                 runs = found["runs"].setdefault(name, {}).setdefault(side, {})
                 if str(seed) in runs: continue
                 command = [sys.executable, __file__, "--data", str(args.data), "--run", name, side, str(seed)]
-                done = subprocess.run(command, capture_output=True, text=True,
-                                      env=os.environ | dict(OMP_NUM_THREADS="1"))
+                env = os.environ | dict(OMP_NUM_THREADS="1")
+                if (name, side) == ("ppo", "trl"): env["PYTHONPATH"] = str(args.trl_ppo)
+                done = subprocess.run(command, capture_output=True, text=True, env=env)
                 if done.returncode: raise SystemExit(f"learning: {name}, {side}, seed {seed}:\n{done.stderr[-3000:]}")
                 runs[str(seed)] = json.loads(done.stdout.splitlines()[-1])
                 found |= dict(date=f"{datetime.now():%Y-%m-%d}", python=platform.python_version(),
-                              versions={x: version(x) for x in ("torch", "transformers", "trl")},
+                              versions={x: version(x) for x in ("torch", "transformers", "trl")} |
+                                       {"trl, PPO": PPO_TRL},
                               settings={k: vars(x) for k, x in SETTINGS.items()})
                 file.write_text(json.dumps(found) + "\n", encoding="utf-8")
                 print(name, side, seed, runs[str(seed)][0], runs[str(seed)][-1], flush=True)
