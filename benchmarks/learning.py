@@ -59,8 +59,8 @@ class Settings:
     def factor(self, version): return min((version + 1)/self.warmup, (self.steps - version)/self.steps)
 
 
-SETTINGS = dict(grpo=Settings(30, 3e-4, rows=8), rloo=Settings(30, 3e-4, rows=8),
-                ppo=Settings(30, 3e-4, rows=64, group_size=1, epochs=2),
+SETTINGS = dict(grpo=Settings(25, 3e-4, rows=8), rloo=Settings(25, 3e-4, rows=8),
+                ppo=Settings(25, 3e-4, rows=64, group_size=1, epochs=2),
                 sft=Settings(60, 2e-3), dpo=Settings(60, 3e-4), kto=Settings(60, 3e-4),
                 reward_model=Settings(60, 1e-3))
 SAMPLED = "grpo", "rloo", "ppo"      # the others learn from rows
