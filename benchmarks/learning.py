@@ -36,7 +36,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")          # nothing is downloaded
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT/"tutorials")]
+sys.path[:0] = [str(ROOT), str(ROOT/"tutorials"), str(ROOT/"benchmarks")]
+from machine import machine  # noqa: E402
 PPO_TRL = "1.12.0"      # 1.13 and later have no PPO
 MODEL, EVERY, KEPT = "models/stories260K", 5, 128
 WORDS = set("happy happily smile smiles smiled smiling laugh laughed love loves loved fun glad joy hug hugged proud "
@@ -310,7 +311,7 @@ def args_of(name, s):
                    gradient_accumulation_steps=1, steps_per_generation=1, num_iterations=1, temperature=1., top_k=0,
                    top_p=1., max_completion_length=s.max_tokens, use_vllm=False, epsilon=.2)
         return how | (dict(loss_type="dapo", scale_rewards="group") if name == "grpo" else {})
-    if name == "ppo":       # one minibatch: with more, TRL 1.12 still takes one optimizer step a pass
+    if name == "ppo":       # one minibatch: with four, too, TRL 1.12 takes one optimizer step a pass
         return dict(per_device_train_batch_size=s.rows, gradient_accumulation_steps=1, num_mini_batches=1,
                     num_ppo_epochs=s.epochs, total_episodes=s.steps*s.rows, response_length=s.max_tokens,
                     local_rollout_forward_batch_size=s.rows, num_sample_generations=0, stop_token="eos",
@@ -409,6 +410,65 @@ def run(name, side, seed, data):
     return work(name, data, seed, s, lambda net: Clock(exam, net, each))
 
 
+# -- what they showed
+TITLES = dict(sft=("SFT", "loss, held out"), reward_model=("Reward model", "accuracy, held out"),
+              dpo=("DPO", "accuracy, held out"), kto=("KTO", "accuracy, held out"), grpo=("GRPO", "reward, held out"),
+              rloo=("RLOO", "reward, held out"), ppo=("PPO", "reward, held out"))
+SIDES = dict(ours="rlblocks", trl="TRL")
+
+
+def results(folder=ROOT/"benchmarks"/"results"): return json.loads((folder/"learning.json").read_text(encoding="utf-8"))
+
+
+def runs_of(found, name, side, seeds):
+    "[run, point, (samples, seconds, quality)] of the seeds that both sides have."
+    import torch
+    both = [str(seed) for seed in seeds if all(str(seed) in found["runs"].get(name, {}).get(x, {}) for x in SIDES)]
+    return torch.tensor([found["runs"][name][side][seed] for seed in both])
+
+
+def within(interval, digits):
+    "An interval as `value ± half its width`."
+    return f"{interval.value:+.{digits}f} ± {interval.high - interval.value:.{digits}f}"
+
+
+def table(found, seeds=range(5)):
+    """The ends of the curves, in Markdown: means over seeds, and the 95 % interval of the difference between the sides,
+    in which the loss of SFT has its sign changed: more is better everywhere."""
+    from rlblocks import mean_interval
+    lines = ["| | at the end | rlblocks | TRL | rlblocks better by | seconds, rlblocks | seconds, TRL | times faster |",
+             "|---|---|---|---|---|---|---|---|"]
+    for name, (title, what) in TITLES.items():
+        ours, theirs = (runs_of(found, name, side, seeds) for side in SIDES)
+        if not len(ours): continue
+        (a, b), (s, t) = ((x[:, -1, 2] for x in (ours, theirs)), (x[:, -1, 1].mean() for x in (ours, theirs)))
+        better = mean_interval(b - a if name == "sft" else a - b)
+        lines.append(f"| {title} | {what}, {len(a)} seeds | {a.mean():.3f} | {b.mean():.3f} | {within(better, 3)} | "
+                     f"{s:.0f} | {t:.0f} | {t/s:.1f} |")
+    return "\n".join(lines)
+
+
+def curves(found, seeds=range(5)):
+    "Quality against samples and against seconds, an algorithm a row: the mean over seeds, in its 95 % interval."
+    import matplotlib.pyplot as plt
+    import torch
+    from rlblocks import mean_interval
+    names = [name for name in TITLES if len(runs_of(found, name, "ours", seeds))]
+    figure, grid = plt.subplots(len(names), 2, figsize=(7.5, 2.1*len(names)), sharey="row", squeeze=False)
+    for row, name in zip(grid, names, strict=True):
+        for side, color in zip(SIDES, ("C0", "C1"), strict=True):
+            points = runs_of(found, name, side, seeds)
+            mean, low, high = torch.tensor([mean_interval(x)[:3] for x in points[..., 2].T]).T
+            for axes, x in zip(row, (points[0, :, 0], points[..., 1].mean(0)), strict=True):
+                axes.plot(x, mean, color=color, label=SIDES[side])
+                axes.fill_between(x, low, high, color=color, alpha=.2, linewidth=0)
+        row[0].set_ylabel(TITLES[name][1])
+        row[0].set_title(TITLES[name][0])
+    grid[0, 0].legend()
+    for axes, label in zip(grid[-1], ("samples", "seconds of the processor"), strict=True): axes.set_xlabel(label)
+    return figure
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--data", type=Path, required=True)
@@ -438,7 +498,7 @@ def main():
                 done = subprocess.run(command, capture_output=True, text=True, env=env)
                 if done.returncode: raise SystemExit(f"learning: {name}, {side}, seed {seed}:\n{done.stderr[-3000:]}")
                 runs[str(seed)] = json.loads(done.stdout.splitlines()[-1])
-                found |= dict(date=f"{datetime.now():%Y-%m-%d}", python=platform.python_version(),
+                found |= dict(date=f"{datetime.now():%Y-%m-%d}", python=platform.python_version(), cpu=machine()["cpu"],
                               versions={x: version(x) for x in ("torch", "transformers", "trl")} |
                                        {"trl, PPO": PPO_TRL},
                               settings={k: vars(x) for k, x in SETTINGS.items()})
