@@ -13,8 +13,8 @@ sampled.
 
 Every few steps the model is measured by the same function, whose time counts for neither: sampling algorithms by the
 mean reward of stories that they write to openings not trained on (happy words, three at most); SFT by the loss, and the
-others by the accuracy, on pairs kept out. Seconds are of the processor, on one thread: other work on the machine moves
-them little.
+others by the accuracy, on pairs kept out. Seconds are of the processor, on one thread. Other work on the machine moves
+them, by a third where two more processes share its cores; so the sides take turns, seed by seed.
 
 Each run is a process of its own, and a run that is in the results is not run again: a benchmark that was stopped goes
 on.
