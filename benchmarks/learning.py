@@ -440,7 +440,7 @@ def table(found, seeds=range(5)):
              "|---|---|---|---|---|---|---|---|"]
     for name, (title, what) in TITLES.items():
         ours, theirs = (runs_of(found, name, side, seeds) for side in SIDES)
-        if not len(ours): continue
+        if len(ours) < 2: continue      # one run has no interval
         (a, b), (s, t) = ((x[:, -1, 2] for x in (ours, theirs)), (x[:, -1, 1].mean() for x in (ours, theirs)))
         better = mean_interval(b - a if name == "sft" else a - b)
         lines.append(f"| {title} | {what}, {len(a)} seeds | {a.mean():.3f} | {b.mean():.3f} | {within(better, 3)} | "
@@ -453,7 +453,7 @@ def curves(found, seeds=range(5)):
     import matplotlib.pyplot as plt
     import torch
     from rlblocks import mean_interval
-    names = [name for name in TITLES if len(runs_of(found, name, "ours", seeds))]
+    names = [name for name in TITLES if len(runs_of(found, name, "ours", seeds)) > 1]
     figure, grid = plt.subplots(len(names), 2, figsize=(7.5, 2.1*len(names)), sharey="row", squeeze=False)
     for row, name in zip(grid, names, strict=True):
         for side, color in zip(SIDES, ("C0", "C1"), strict=True):
