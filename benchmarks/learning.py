@@ -1,17 +1,20 @@
-"""Does it learn as well as TRL, and how fast? Six algorithms, the same model, data, seeds and hyperparameters.
+"""Does it learn as well as TRL, and how fast? Seven algorithms, the same model, data, seeds and hyperparameters.
 
-    .venv/bin/python benchmarks/learning.py --data ../shared/data [--only grpo sft] [--seeds 0 1 2 3 4]
-        [--out benchmarks/results]
+    pip install --no-deps --target /tmp/trl_ppo trl==1.12.0       # the last with PPO; beside the environment, not in it
+    .venv/bin/python benchmarks/learning.py --data ../shared/data --trl-ppo /tmp/trl_ppo [--only grpo sft]
+        [--seeds 0 1 2 3 4] [--out benchmarks/results]
 
 Ours are the loops of the library as they stand (`rlblocks.loops`); RLOO is GRPO's loop with two lines changed, as
 tutorials/relatives.ipynb has it. Theirs are TRL's trainers. Both begin from `models/stories260K`, a pretrained Llama,
 and see the same token ids: TRL's own preparation of datasets is left out, so a difference is one of learning. Both have
-AdamW with the same rates, schedule and clipping.
+AdamW with the same rates, schedule and clipping. Given one batch again and again, SFT, DPO, KTO and the reward model
+take the same steps on both sides (tests/test_learning.py); with seeds they differ in the order of rows, and in what is
+sampled.
 
 Every few steps the model is measured by the same function, whose time counts for neither: sampling algorithms by the
 mean reward of stories that they write to openings not trained on (happy words, three at most); SFT by the loss, and the
-others by the accuracy, on pairs kept out. Seconds are of the processor, on one thread: other work on the machine moves
-them little.
+others by the accuracy, on pairs kept out. Seconds are of the processor, on one thread. Other work on the machine moves
+them, by a third where two more processes share its cores; so the sides take turns, seed by seed.
 
 Each run is a process of its own, and a run that is in the results is not run again: a benchmark that was stopped goes
 on.
@@ -33,7 +36,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")          # nothing is downloaded
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT/"tutorials")]
+sys.path[:0] = [str(ROOT), str(ROOT/"tutorials"), str(ROOT/"benchmarks")]
+from machine import machine  # noqa: E402
+PPO_TRL = "1.12.0"      # 1.13 and later have no PPO
 MODEL, EVERY, KEPT = "models/stories260K", 5, 128
 WORDS = set("happy happily smile smiles smiled smiling laugh laughed love loves loved fun glad joy hug hugged proud "
             "excited".split())
@@ -48,16 +53,18 @@ class Settings:
     group_size:int = 8      # answers to a prompt
     max_tokens:int = 40
     kl_coef:float = .02
+    epochs:int = 1          # passes over the answers, of PPO
     beta:float = .1
     warmup:int = 5
 
     def factor(self, version): return min((version + 1)/self.warmup, (self.steps - version)/self.steps)
 
 
-SETTINGS = dict(grpo=Settings(60, 3e-4, rows=8), rloo=Settings(60, 3e-4, rows=8),
-                sft=Settings(60, 2e-3), dpo=Settings(60, 3e-4), kto=Settings(60, 3e-4, rows=64),
+SETTINGS = dict(grpo=Settings(25, 3e-4, rows=8), rloo=Settings(25, 3e-4, rows=8),
+                ppo=Settings(25, 3e-4, rows=64, group_size=1, epochs=2),
+                sft=Settings(60, 2e-3), dpo=Settings(60, 3e-4), kto=Settings(60, 3e-4),
                 reward_model=Settings(60, 1e-3))
-BETTER = dict(sft=min)              # the others: max
+SAMPLED = "grpo", "rloo", "ppo"      # the others learn from rows
 
 
 # -- data: equal for both, in token ids
@@ -122,7 +129,7 @@ class Exam:
 
     def __init__(self, name, data, net):
         self.name, self.tok, self.rows, self.prompts = name, tokenizer_of(data), [], []
-        if name in ("grpo", "rloo", "ppo"): self.prompts = [row["prompt"] for row in [*openings(data)][1]][:64]
+        if name in SAMPLED: self.prompts = [row["prompt"] for row in [*openings(data)][1]][:64]
         else: self.rows = batch_rows(pairs_of(judged(data)[1], self.tok).take(KEPT))
         self.before = answer_logprobs(net, self.rows)[0] if name in ("dpo", "kto") else 0.
 
@@ -200,13 +207,17 @@ class Seen:
 def ours(name, data, seed, s, clock_of):
     from rlblocks import Demonstrations, Feedback, Preferences, Prompts, as_feedback, loops
     tok, net, pool = tokenizer_of(data), model_of(name, data), Seen()
-    train, kept = openings(data) if name in ("grpo", "rloo") else judged(data)
+    train, kept = openings(data) if name in SAMPLED else judged(data)
     how = dict(model=net, tokenizer=tok, lr=s.lr, steps=s.steps)
     if name == "grpo":
         loop = loops.grpo(pool, Prompts(train, tok, seed=seed), happy, **how, prompts=s.rows, group_size=s.group_size,
                           minibatches=1, clip_low=.2, clip_high=.2, kl_coef=s.kl_coef, max_tokens=s.max_tokens,
                           seed=seed)
     elif name == "rloo": loop = rloo(pool, Prompts(train, tok, seed=seed), happy, s, seed=seed, **how)
+    elif name == "ppo":
+        loop = loops.ppo(pool, Prompts(train, tok, seed=seed), happy, **how, critic_lr=s.lr, prompts=s.rows,
+                         group_size=s.group_size, epochs=s.epochs, minibatches=1, clip=.2, value_clip=.2,
+                         kl_coef=s.kl_coef, horizon=10**12, max_tokens=s.max_tokens, seed=seed)  # a constant price
     elif name == "sft":
         rows = [dict(prompt=row["prompt"], completion=row["chosen"]) for row in train]
         loop = loops.sft(pool, Demonstrations(rows, tok, seed=seed), **how, rows=s.rows, warmup=s.warmup)
@@ -267,24 +278,27 @@ def theirs(name, data, seed, s, clock_of):
     from torch.optim import AdamW
     from torch.optim.lr_scheduler import LambdaLR
     tok, net = tokenizer_of(data), model_of(name, data)
-    train = [*openings(data)][0] if name in ("grpo", "rloo") else judged(data)[0]
+    train = [*openings(data)][0] if name in SAMPLED else judged(data)[0]
     clock = clock_of(net)
     clock.after(0)
     folder = tempfile.TemporaryDirectory()
     usual = dict(output_dir=folder.name, max_steps=s.steps, seed=seed, use_cpu=True, bf16=False, fp16=False,
                  gradient_checkpointing=False, logging_strategy="no", save_strategy="no", report_to="none",
                  disable_tqdm=True, max_grad_norm=1., learning_rate=s.lr, lr_scheduler_type="constant", weight_decay=0.)
-    optimizer = AdamW(net.parameters(), lr=s.lr, betas=(.9, .999), eps=1e-8, weight_decay=0.)
-    factor = (lambda _: 1.) if name in ("grpo", "rloo") else s.factor
+    factor = (lambda _: 1.) if name in SAMPLED else s.factor
 
     class Watch(transformers.TrainerCallback):
         def on_train_begin(self, *_, **__): clock.begin()
         def on_step_end(self, args, state, control, **__): clock.after(state.global_step)
 
-    more = dict(args_of(name, s), **usual)
-    kind, config, rows, given = trainer_of(name, train, tok, s, seed)
-    trainer = kind(net, args=config(**more), train_dataset=datasets.Dataset.from_list(rows), processing_class=tok,
-                   callbacks=[Watch()], optimizers=(optimizer, LambdaLR(optimizer, factor)), **given)
+    if name == "ppo": kind, config, rows, given = ppo_trainer_of(train, tok, data)
+    else: kind, config, rows, given = trainer_of(name, train, tok, s, seed)
+    learn = [net, given["value_model"]] if name == "ppo" else [net]
+    optimizer = (Clipped if name == "ppo" else AdamW)([dict(params=[*x.parameters()]) for x in learn], lr=s.lr,
+                                                      betas=(.9, .999), eps=1e-8, weight_decay=0.)
+    trainer = kind(model=net, args=config(**args_of(name, s), **usual), train_dataset=datasets.Dataset.from_list(rows),
+                   processing_class=tok, callbacks=[Watch()], optimizers=(optimizer, LambdaLR(optimizer, factor)),
+                   **given)
     trainer.train()
     folder.cleanup()
     return clock.points
@@ -297,6 +311,11 @@ def args_of(name, s):
                    gradient_accumulation_steps=1, steps_per_generation=1, num_iterations=1, temperature=1., top_k=0,
                    top_p=1., max_completion_length=s.max_tokens, use_vllm=False, epsilon=.2)
         return how | (dict(loss_type="dapo", scale_rewards="group") if name == "grpo" else {})
+    if name == "ppo":       # one minibatch: with four, too, TRL 1.12 takes one optimizer step a pass
+        return dict(per_device_train_batch_size=s.rows, gradient_accumulation_steps=1, num_mini_batches=1,
+                    num_ppo_epochs=s.epochs, total_episodes=s.steps*s.rows, response_length=s.max_tokens,
+                    local_rollout_forward_batch_size=s.rows, num_sample_generations=0, stop_token="eos",
+                    temperature=1., kl_coef=s.kl_coef, cliprange=.2, cliprange_value=.2, vf_coef=1., gamma=1., lam=.95)
     how = dict(per_device_train_batch_size=s.rows, gradient_accumulation_steps=1, max_length=None)
     if name == "dpo": how |= dict(beta=s.beta, loss_type="sigmoid", precompute_ref_log_probs=False)
     if name == "kto": how |= dict(beta=s.beta)
@@ -320,7 +339,8 @@ def trainer_of(name, train, tok, s, seed):
     if name == "sft":
         good = [dict(prompt=row["prompt"], completion=row["chosen"]) for row in train]
         data = Demonstrations(good, tok, shuffle=False)
-        rows = [dict(input_ids=ids, completion_mask=mask) for ids, mask in batch_rows(data.take(len(data)))]
+        rows = [dict(input_ids=ids, labels=[x if there else -100 for x, there in zip(ids, mask, strict=True)])
+                for ids, mask in batch_rows(data.take(len(data)))]      # a mask alone TRL reads in its preparation
         return prepared, config, rows, {}
     found = batch_rows(pairs_of(train, tok).take(len(train)))
     pairs = [(*split(a), split(b)[1]) for a, b in zip(found[::2], found[1::2], strict=True)]
@@ -339,6 +359,42 @@ def trainer_of(name, train, tok, s, seed):
     return prepared, config, single, {}
 
 
+def Clipped(groups, **how):
+    "AdamW that clips each group: TRL's PPO clips nothing, ours the gradients of policy and critic, each to norm 1."
+    import torch
+    class Optimizer(torch.optim.AdamW):
+        def step(self, closure=None):
+            for group in self.param_groups: torch.nn.utils.clip_grad_norm_(group["params"], 1.)
+            return super().step(closure)
+    return Optimizer(groups, **how)
+
+
+def ppo_trainer_of(train, tok, data):
+    "As `trainer_of`. The critic's head starts at zero, as ours; what stands for a reward model counts words."
+    import datasets
+    import torch
+    from transformers import AutoModelForSequenceClassification
+    from trl.experimental.ppo import PPOConfig, PPOTrainer
+    tok.padding_side = "left"
+    rows = [dict(input_ids=tok(row["prompt"]).input_ids) for row in train]
+    prompts = {tuple(row["input_ids"]) for row in rows}
+    critic = AutoModelForSequenceClassification.from_pretrained(data/MODEL, num_labels=1, dtype=torch.float32)
+    torch.nn.init.zeros_(critic.score.weight)
+
+    class Words(torch.nn.Module):
+        "TRL asks for hidden states of `backbone` and a `score` of each: here both are the reward of the whole answer."
+        base_model_prefix, score = "backbone", torch.nn.Identity()
+        def backbone(self, input_ids, attention_mask, **_):
+            from types import SimpleNamespace
+            read = [ids[there].tolist() for ids, there in zip(input_ids, attention_mask.bool(), strict=True)]
+            said = [ids[max(n for n in range(len(ids) + 1) if tuple(ids[:n]) in prompts):] for ids in read]
+            rewards = torch.tensor(happy(tok.batch_decode(said, skip_special_tokens=True)))
+            return SimpleNamespace(hidden_states=[rewards[:, None, None].expand(*input_ids.shape, 1)])
+
+    return PPOTrainer, PPOConfig, rows, dict(ref_model=None, reward_model=Words(), value_model=critic,
+                                             eval_dataset=datasets.Dataset.from_list(rows[:64]))
+
+
 # -- all runs
 def run(name, side, seed, data):
     "One run, in this process: its points."
@@ -349,14 +405,74 @@ def run(name, side, seed, data):
     transformers.utils.logging.disable_progress_bar()
     s = SETTINGS[name]
     exam = Exam(name, data, model_of(name, data))
-    each = s.rows*(s.group_size if name in ("grpo", "rloo") else 1)
+    each = s.rows*(s.group_size if name in SAMPLED else 1)
     work = dict(ours=ours, trl=theirs)[side]
     return work(name, data, seed, s, lambda net: Clock(exam, net, each))
+
+
+# -- what they showed
+TITLES = dict(sft=("SFT", "loss, held out"), reward_model=("Reward model", "accuracy, held out"),
+              dpo=("DPO", "accuracy, held out"), kto=("KTO", "accuracy, held out"), grpo=("GRPO", "reward, held out"),
+              rloo=("RLOO", "reward, held out"), ppo=("PPO", "reward, held out"))
+SIDES = dict(ours="rlblocks", trl="TRL")
+
+
+def results(folder=ROOT/"benchmarks"/"results"): return json.loads((folder/"learning.json").read_text(encoding="utf-8"))
+
+
+def runs_of(found, name, side, seeds):
+    "[run, point, (samples, seconds, quality)] of the seeds that both sides have."
+    import torch
+    both = [str(seed) for seed in seeds if all(str(seed) in found["runs"].get(name, {}).get(x, {}) for x in SIDES)]
+    return torch.tensor([found["runs"][name][side][seed] for seed in both])
+
+
+def within(interval, digits):
+    "An interval as `value ± half its width`."
+    return f"{interval.value:+.{digits}f} ± {interval.high - interval.value:.{digits}f}"
+
+
+def table(found, seeds=range(5)):
+    """The ends of the curves, in Markdown: means over seeds, and the 95 % interval of the difference between the sides,
+    in which the loss of SFT has its sign changed: more is better everywhere."""
+    from rlblocks import mean_interval
+    lines = ["| | at the end | rlblocks | TRL | rlblocks better by | seconds, rlblocks | seconds, TRL | times faster |",
+             "|---|---|---|---|---|---|---|---|"]
+    for name, (title, what) in TITLES.items():
+        ours, theirs = (runs_of(found, name, side, seeds) for side in SIDES)
+        if len(ours) < 2: continue      # one run has no interval
+        (a, b), (s, t) = ((x[:, -1, 2] for x in (ours, theirs)), (x[:, -1, 1].mean() for x in (ours, theirs)))
+        better = mean_interval(b - a if name == "sft" else a - b)
+        lines.append(f"| {title} | {what}, {len(a)} seeds | {a.mean():.3f} | {b.mean():.3f} | {within(better, 3)} | "
+                     f"{s:.0f} | {t:.0f} | {t/s:.1f} |")
+    return "\n".join(lines)
+
+
+def curves(found, seeds=range(5)):
+    "Quality against samples and against seconds, an algorithm a row: the mean over seeds, in its 95 % interval."
+    import matplotlib.pyplot as plt
+    import torch
+    from rlblocks import mean_interval
+    names = [name for name in TITLES if len(runs_of(found, name, "ours", seeds)) > 1]
+    figure, grid = plt.subplots(len(names), 2, figsize=(7.5, 2.1*len(names)), sharey="row", squeeze=False)
+    for row, name in zip(grid, names, strict=True):
+        for side, color in zip(SIDES, ("C0", "C1"), strict=True):
+            points = runs_of(found, name, side, seeds)
+            mean, low, high = torch.tensor([mean_interval(x)[:3] for x in points[..., 2].T]).T
+            for axes, x in zip(row, (points[0, :, 0], points[..., 1].mean(0)), strict=True):
+                axes.plot(x, mean, color=color, label=SIDES[side])
+                axes.fill_between(x, low, high, color=color, alpha=.2, linewidth=0)
+        row[0].set_ylabel(TITLES[name][1])
+        row[0].set_title(TITLES[name][0])
+    grid[0, 0].legend()
+    for axes, label in zip(grid[-1], ("samples", "seconds of the processor"), strict=True): axes.set_xlabel(label)
+    return figure
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--trl-ppo", type=Path, help=f"a folder with TRL {PPO_TRL}, as above")
     parser.add_argument("--only", nargs="*", default=[*SETTINGS], choices=[*SETTINGS])
     parser.add_argument("--seeds", nargs="*", type=int, default=[*range(5)])
     parser.add_argument("--out", type=Path, default=ROOT/"benchmarks"/"results")
@@ -366,6 +482,9 @@ def main():
         name, side, seed = args.run
         print(json.dumps(run(name, side, int(seed), args.data)))
         return
+    if "ppo" in args.only and not args.trl_ppo:
+        parser.error(f"ppo needs --trl-ppo FOLDER, with TRL {PPO_TRL}: "
+                     f"pip install --no-deps --target FOLDER trl=={PPO_TRL}")
     file = args.out/"learning.json"
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else dict(runs={})
     for name in args.only:
@@ -374,12 +493,14 @@ def main():
                 runs = found["runs"].setdefault(name, {}).setdefault(side, {})
                 if str(seed) in runs: continue
                 command = [sys.executable, __file__, "--data", str(args.data), "--run", name, side, str(seed)]
-                done = subprocess.run(command, capture_output=True, text=True,
-                                      env=os.environ | dict(OMP_NUM_THREADS="1"))
+                env = os.environ | dict(OMP_NUM_THREADS="1")
+                if (name, side) == ("ppo", "trl"): env["PYTHONPATH"] = str(args.trl_ppo)
+                done = subprocess.run(command, capture_output=True, text=True, env=env)
                 if done.returncode: raise SystemExit(f"learning: {name}, {side}, seed {seed}:\n{done.stderr[-3000:]}")
                 runs[str(seed)] = json.loads(done.stdout.splitlines()[-1])
-                found |= dict(date=f"{datetime.now():%Y-%m-%d}", python=platform.python_version(),
-                              versions={x: version(x) for x in ("torch", "transformers", "trl")},
+                found |= dict(date=f"{datetime.now():%Y-%m-%d}", python=platform.python_version(), cpu=machine()["cpu"],
+                              versions={x: version(x) for x in ("torch", "transformers", "trl")} |
+                                       {"trl, PPO": PPO_TRL},
                               settings={k: vars(x) for k, x in SETTINGS.items()})
                 file.write_text(json.dumps(found) + "\n", encoding="utf-8")
                 print(name, side, seed, runs[str(seed)][0], runs[str(seed)][-1], flush=True)

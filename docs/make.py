@@ -27,7 +27,7 @@ START = ("nbs/tour Overview<README> nbs/your_loop docs/gallery nbs/which_loss do
          "docs/troubleshooting")
 GUIDES = ("nbs/commands nbs/rewards nbs/sampling nbs/agents nbs/media nbs/distillation nbs/layouts nbs/clusters "
           "nbs/conventions nbs/inside nbs/guarantees")
-PROJECT = "nbs/map nbs/blocks benchmarks/README nbs/gpu CONTRIBUTING AGENTS CHANGELOG"
+PROJECT = "nbs/map nbs/blocks benchmarks/README nbs/learning nbs/gpu CONTRIBUTING AGENTS CHANGELOG"
 ALGORITHMS = ("arithmetic", "signals", "losses", "statistics")
 DIRECTIVE = re.compile(r"#\s*\|\s*(.*)")
 LINK = re.compile(r"\]\(([^)\s:#]*)(#[^)\s]*)?\)")

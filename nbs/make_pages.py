@@ -51,7 +51,7 @@ imports = """
 {}"""
 diagram(PLACES, [arrow.split("→") for arrow in imports.split()], size=(7.5, 6), frames=FRAMES)'''
 PAGES = ("tour your_loop commands blocks which_loss conventions sampling media agents rewards distillation layouts "
-         "clusters inside guarantees gpu").split()
+         "clusters inside guarantees learning gpu").split()
 
 
 def cells_of(path):
