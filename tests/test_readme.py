@@ -32,6 +32,7 @@ def small(code, model):
     code = code.replace("prompts=2)", ", ".join(f"{k}={v}" for k, v in short.items()) + ")")
     words = " ".join(f"--{k} {v}" for k, v in short.items())
     code = re.sub(r"(rlblocks grpo .*?)(?=\n\S|\Z)", rf"\1 {words}", code, flags=re.S)
+    code = code.replace("--tasks gsm8k", "--tasks gsm8k=questions.jsonl --max_tokens 4")
     return code.replace("--out answers.jsonl", "--out answers.jsonl --max_tokens 4")
 
 
@@ -55,7 +56,7 @@ def test_commands_of_the_readme_run_one_after_the_other(model, tmp_path):
     (tmp_path/"questions.jsonl").write_text(f"{row}\n"*4, encoding="utf-8")
     commands, = (text for kind, text in BLOCKS if kind == "sh" and not any(w in text for w in INSTALLS))
     script = small(commands, model).replace("rlblocks ", f"{sys.executable} -m rlblocks ")
-    run(["bash", "-euc", script], tmp_path)
+    assert "too few prompts to compare" in run(["bash", "-euc", script], tmp_path)
     answers = [json.loads(line) for line in (tmp_path/"answers.jsonl").read_text(encoding="utf-8").splitlines()]
     assert len(answers) == 4 and (tmp_path/"run/model").is_dir() and (tmp_path/"run/log.jsonl").exists()
 

@@ -214,7 +214,7 @@ class Difference:
             if self.winner == 0: both = f"{number(self.first, self.unit)} against {number(self.second, self.unit)}"
             return (f"{better} is better than {other} on {self.task}: {both}, by {size(abs(self.value))}{unit} "
                     f"({within}).")
-        if self.low != self.low: return f"{self.task}: {self.prompts} prompts are too few to compare."
+        if self.low != self.low: return f"{self.task}: too few prompts to compare, {self.prompts}."
         if not self.value and self.low == self.high:
             return f"{names[0]} and {names[1]} score the same on {self.task}: {both} ({self.prompts:,} prompts)."
         more = f" About {round_up(self.needed()):,} prompts would show a difference of this size." if (
