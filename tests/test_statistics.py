@@ -191,7 +191,9 @@ def test_pairs_are_prompts_that_both_have_answered():
     assert found.n == 3 and found.missing == 2
     assert abs(found.value - (-.5 + 1 + 1)/3) < 1e-12
     same, p = rl.paired_difference(x, gx, x, gx)
-    assert same[:3] == (0, 0, 0) and p == 1
+    assert same.value == 0 and math.isnan(same.low) and math.isnan(same.high) and p == 1     # no spread was seen
+    sure, p = rl.paired_difference(tensor([1., 1.]), gy[:2], tensor([0., 0.]), gy[:2])
+    assert sure.value == 1 and math.isnan(sure.low) and math.isnan(p)
     nothing, p = rl.paired_difference(x, gx, y, gy + 100)
     assert math.isnan(nothing.value) and math.isnan(p) and nothing[3:] == (0, 9)
 
@@ -244,7 +246,15 @@ def test_ratings_are_chatbot_arenas_and_their_errors_statsmodels():
 def test_ratings_that_nothing_determines_are_nan():
     def rated(a, b, w): return [r.value for r in rl.bradley_terry_ratings(tensor(a), tensor(b), tensor(w))]
     assert all(map(math.isnan, rated([0, 0, 2, 2], [1, 1, 3, 3], [1., 0., 1., 0.])))         # two islands
-    assert all(map(math.isnan, rated([0, 0, 1, 1], [1, 2, 2, 2], [1., 1., 1., 0.])))         # 0 always wins
+    others = rated([1, 1], [2, 2], [1., 0.])[1:]
+    assert all(map(math.isnan, rated([0, 0], [1, 1], [1., 1.])))
+    for w in (1., 0.):                                                                        # 0 always wins, or loses
+        assert math.isnan(rated([0, 0, 1, 1], [1, 2, 2, 2], [w, w, 1., 0.])[0])
+        assert rated([0, 0, 1, 1], [1, 2, 2, 2], [w, w, 1., 0.])[1:] == others == [1000, 1000]
+    assert all(map(math.isnan, rated([0, 1, 2], [1, 2, 3], [1., 1., 1.])))                    # one below the other
+    assert rated([0, 0, 0], [1, 1, 1], [nan, nan, .5]) == [1000, 1000]                        # one prompt has a verdict
+    assert rl.bradley_terry_ratings(*[torch.zeros(0).long()]*2, torch.zeros(0)) == []
+    assert math.isnan(rl.length_controlled_win_rate(torch.ones(1), torch.zeros(1).long(), torch.ones(1)).value)
     gap = rated([0, 0, 0, 2, 2], [2, 2, 4, 4, 4], [1., 0., .5, 1., 0.])                      # 1 and 3 never played
     exactly([gap[0], gap[2], gap[4]], [1000.]*3, 1e-6)
     assert math.isnan(gap[1]) and math.isnan(gap[3])
@@ -417,6 +427,16 @@ def test_intervals_of_95_percent_contain_the_truth_in_95_percent_of_evaluations(
     assert abs(share - .95) <= .015, share
 
 
+def test_models_that_rarely_differ_are_not_told_apart_for_sure():
+    "Shares .03 and .01 of 50 prompts, on which one of two models alone is right: in 13 % none or equal ones are seen."
+    torch.manual_seed(0)
+    u, ids = torch.rand(RUNS, 50), torch.arange(50)
+    runs = zip((u < .03).double(), ((u >= .03) & (u < .04)).double(), strict=True)
+    found = [rl.paired_difference(x, ids, y, ids)[0] for x, y in runs]
+    known = [x for x in found if not math.isnan(x.low)]
+    assert .1 < 1 - len(known)/RUNS < .17 and sum(x.low <= .02 <= x.high for x in known)/len(known) >= .935
+
+
 def test_intervals_that_take_rows_for_draws_do_not():
     "The simulation sees the mistake: eight answers to each of 50 prompts."
     torch.manual_seed(0)
@@ -443,6 +463,8 @@ def test_near_1_wilsons_interval_covers_more_than_the_mean_plus_and_minus(prompt
     (lambda: rl.best_of_k(X, THREES, k=0), "best_of_k: k is 0; a number of answers is wanted, at least 1"),
     (lambda: rl.majority_at_k(X, THREES, ["a"], k=1), "majority_at_k: there are 1 answers for 12 scores"),
     (lambda: rl.wilson_interval(10*X), "wilson_interval: scores reach from 0 to 10; shares lie within"),
+    (lambda: rl.mean_interval(X, level=95), "level is 95; a share is wanted"),
+    (lambda: rl.win_rate(2*X - 1, THREES), "win_rate: wins reach from -1 to 1; 1 for ours"),
     (lambda: rl.mean_interval(X, group=THREES[1:]), "mean_interval: scores is .12., group is .11."),
     (lambda: rl.paired_difference(X, THREES, Y, THREES[1:]), "paired_difference: .*baseline_scores"),
     (lambda: rl.win_rate(X, THREES, shown_first=X), "win_rate: shown_first is float64; a Bool is wanted"),

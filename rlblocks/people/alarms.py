@@ -165,5 +165,5 @@ def equal_lengths(
 )->str: # "" where all is well
     "Warn of answers that all have one length, which is that of a limit. A word or a number may be as long as another."
     found = recent(rows, "length")
-    same = len(found) == RECENT and len({*found}) == 1 and found[0] == round(found[0]) >= SHORT
+    same = len(found) == RECENT and len({*found}) == 1 and found[0] >= SHORT and found[0].is_integer()
     return f"every answer of the last {RECENT} steps has {found[0]:.0f} tokens: is that max_tokens?" if same else ""

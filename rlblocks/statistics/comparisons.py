@@ -49,10 +49,20 @@ def t_test(differences, level):
     of, s, n = draws_of("paired_difference", differences, None)
     mean, var, df = jackknife(of, s, n)
     half, counted = t_quantile(level, df)*math.sqrt(var), int(n.sum())
-    p = t_tails(mean/math.sqrt(var), df) if var > 0 else math.nan if counted < 2 else float(mean == 0)
+    if not var > 1e-20: # one prompt, or no spread from which to tell the error
+        return Interval(mean, math.nan, math.nan, counted, len(n) - counted), 1. if mean == 0 else math.nan
+    p = t_tails(mean/math.sqrt(var), df)
     return Interval(mean, mean - half, mean + half, counted, len(n) - counted), p
 
 # %% ../../nbs/statistics/02_comparisons.ipynb #6c5052f7
+def check_wins(who, wins):
+    "ValueError for verdicts that are no shares of a win, in the name of the block `who`."
+    known = wins[~wins.isnan()]
+    if len(known) and not (0 <= known.min() and known.max() <= 1):
+        raise ValueError(f"{who}: wins reach from {known.min():g} to {known.max():g}; 1 for ours, ½ for a tie and 0 "
+                         "for the rival's are wanted")
+
+# %% ../../nbs/statistics/02_comparisons.ipynb #e5124d2e
 def win_rate(
     wins:Float[Tensor, " B"],   # a judge's verdicts: 1 = ours is better, ½ = a tie, 0 = the rival's; NaN = none
     group:Int[Tensor, " B"],    # rows with the same id judge answers to the same prompt
@@ -64,6 +74,7 @@ def win_rate(
 
     w = Σ_g(w_g,first + w_g,second)/2G. Zheng et al. 2023 (MT-Bench), section 3.4."""
     same_shape("B", wins=wins, group=group, shown_first=shown_first)
+    check_wins("win_rate", wins)
     of, s = scored_rows(number := group_numbers("win_rate", wins, group), wins)
     prompts = int(number.max()) + 1 if len(number) else 0
     def means(rows): return prompt_means(torch.where(rows, of, len(wins)), s, prompts)
@@ -73,7 +84,8 @@ def win_rate(
 # %% ../../nbs/statistics/02_comparisons.ipynb #8ace4135
 def logistic_contrasts(x, y, of, contrasts):
     "(contrasts of the coefficients, their standard errors over prompts), of wins `y` from 0 to 1; NaN: not determined."
-    beta, prompts = x.new_zeros(x.shape[1]), len(of.unique())
+    beta, (ids, of) = x.new_zeros(x.shape[1]), of.unique(return_inverse=True) # prompts without a verdict are gone
+    prompts = len(ids)
     def inverted(a): return torch.linalg.pinv(a, rtol=1e-10, hermitian=True) # ratings are known up to a constant
     span = inverted(x.T @ x) @ (x.T @ x)
     determined = (contrasts @ span - contrasts).abs().amax(1) < 1e-6
@@ -92,6 +104,7 @@ def logistic_contrasts(x, y, of, contrasts):
 
 def with_verdict(who, wins, group, *columns)->tuple:
     "(wins in double, number of the prompt, …) of the rows that have a verdict, and how many have none."
+    check_wins(who, wins)
     number = group_numbers(who, wins, torch.arange(len(wins), device=wins.device) if group is None else group)
     there = ~wins.isnan()
     return wins[there].double(), number[there], *(x[there] for x in columns), int((~there).sum())
@@ -109,6 +122,7 @@ def length_controlled_win_rate(
     σ(θ) of P(win) = σ(θ + φ·tanh(Δ/std Δ)). Dubois et al. 2024, section 3, without the difficulty of instructions."""
     same_shape("B", wins=wins, group=group, length_difference=length_difference)
     y, of, longer, missing = with_verdict("length_controlled_win_rate", wins, group, length_difference)
+    if len(y) < 2: return Interval(math.nan, math.nan, math.nan, len(y), missing)
     longer = longer.double()
     x = torch.stack([torch.ones_like(y), (longer/longer.std().clamp(min=1e-9)).tanh()], 1)
     theta, se = (float(v[0]) for v in logistic_contrasts(x, y, of, x.new_tensor([[1.,0.]])))
@@ -118,6 +132,17 @@ def length_controlled_win_rate(
     return Interval(value, low, high, prompts, missing)
 
 # %% ../../nbs/statistics/02_comparisons.ipynb #ab27e58b
+def beatable(first, second, wins, models):
+    "True for matches between models that have won and lost there, ½ of each in a tie; the others' odds are infinite."
+    both, won, there = torch.cat([first, second]), torch.cat([wins, 1 - wins]), torch.ones_like(wins, dtype=torch.bool)
+    while True:
+        counted = there.repeat(2).double()
+        decided = torch.bincount(both, won*counted, models)*torch.bincount(both, (1 - won)*counted, models) == 0
+        left = there & ~decided[first] & ~decided[second]
+        if torch.equal(left, there): return there
+        there = left
+
+# %% ../../nbs/statistics/02_comparisons.ipynb #8bea512e
 def bradley_terry_ratings(
     first:Int[Tensor, " B"],    # number of one model, 0 … M−1
     second:Int[Tensor, " B"],   # number of the other
@@ -126,13 +151,16 @@ def bradley_terry_ratings(
     group:Int[Tensor, " B"]|None=None, # rows with the same id judge answers to the same prompt; None: all independent
     anchor:int|None=None,       # the model that is 1000; None: the mean of all is
     level:float=.95,            # share of experiments in which an interval contains the truth
-)->list[Interval]: # for each model, Elo points; NaN for models that no chain of matches connects, or that always win
+)->list[Interval]: # for each model, Elo points; NaN: it always wins or loses, or no chain of matches connects it
     """Rate several models by who beats whom, with intervals.
 
     maximise Σ w·log σ(βᵢ − βⱼ) + (1−w)·log σ(βⱼ − βᵢ); 1000 + 400·β/ln 10. Bradley and Terry 1952."""
     same_shape("B", first=first, second=second, wins=wins, group=group)
     y, of, first, second, missing = with_verdict("bradley_terry_ratings", wins, group, first, second)
     models = int(torch.stack([first, second]).max()) + 1 if len(y) else 0
+    beaten = beatable(first, second, y, models)
+    y, of, first, second = y[beaten], of[beaten], first[beaten], second[beaten]
+    if not len(y): return [Interval(math.nan, math.nan, math.nan, 0, missing)]*models
     x = one_hot(first.long(), models).double() - one_hot(second.long(), models)
     played = (x != 0).any(0).double()
     zero = played/played.sum() if anchor is None else one_hot(torch.tensor(anchor, device=x.device), models)

@@ -49,7 +49,9 @@ def t_tails(t, df):
 @lru_cache(4096)
 def t_quantile(level, df):
     "The t with P(|T| ≤ t) = `level`, by Newton's method: the tails are convex, so that it climbs to the root."
+    if not 0 < level < 1: raise ValueError(f"level is {level}; a share is wanted, .95 for an interval of 95 %")
     if not df >= .5: return math.inf # a single prompt has nearly all rows, or all
+    if df == math.inf: return NormalDist().inv_cdf((1+level)/2)
     t, log_density = NormalDist().inv_cdf((1+level)/2), math.lgamma((df+1)/2) - math.lgamma(df/2)
     for _ in range(100):
         density = math.exp(log_density - (df+1)/2*math.log1p(t*t/df))/math.sqrt(df*math.pi)
@@ -120,4 +122,4 @@ def wilson_interval(
     rows, missing = int(n.sum()), len(s) - int(n.sum())
     if not rows: return Interval(math.nan, math.nan, math.nan, 0, missing)
     share = float(s.sum())/rows
-    return Interval(share, *wilson(share, rows, NormalDist().inv_cdf((1+level)/2)), rows, missing)
+    return Interval(share, *wilson(share, rows, t_quantile(level, math.inf)), rows, missing)
