@@ -4466,6 +4466,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'rlblocks.people.monitor.RunFolder.status': ( 'people/monitor.html#runfolder.status',
                                                                                        'rlblocks/people/monitor.py'),
                                          'rlblocks.people.monitor._cell': ('people/monitor.html#_cell', 'rlblocks/people/monitor.py'),
+                                         'rlblocks.people.monitor._fitted': ('people/monitor.html#_fitted', 'rlblocks/people/monitor.py'),
+                                         'rlblocks.people.monitor._line': ('people/monitor.html#_line', 'rlblocks/people/monitor.py'),
                                          'rlblocks.people.monitor._look': ('people/monitor.html#_look', 'rlblocks/people/monitor.py'),
                                          'rlblocks.people.monitor._planned_steps': ( 'people/monitor.html#_planned_steps',
                                                                                      'rlblocks/people/monitor.py'),

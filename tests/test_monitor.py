@@ -15,7 +15,7 @@ def write(folder, steps, total=None, first=0, **numbers):
     log = JsonLines(Path(folder)/"log.jsonl")
     for i in range(first, steps):
         log.log(dict(reward=i/10, seconds=2., seconds_sample=1.5, seconds_update=.5) | numbers, i)
-        answer = dict(prompt="1<2\n=", completion="<script>yes", score=float("nan"))
+        answer = dict(prompt="1<2\n=", completion="<script>yes\x1b]0;hello", score=float("nan"))
         if i % 2 == 0: log.table("samples", [dict(step=i) | answer])
     if total: Path(folder, "config.yaml").write_text(f"grid:\n  steps: 3\nsteps: {total}\n")
 
@@ -27,6 +27,7 @@ def test_a_run_is_read_while_it_is_written(tmp_path):
     with run.log.path.open("a") as out: out.write('{"step": 3, "rew')        # half a line
     assert run.read() and [row["step"] for row in run.rows] == [0, 1, 2] and not run.done
     assert run.status(run.written + 7) == "step 2 of 5 · 2 s a step · 4 s left · written 7 s ago"
+    assert "silent for 2 min: stopped?" in run.status(run.written + 100) and "written 20" in run.status()
     assert not run.read()
     write(tmp_path, 5, first=3)
     assert run.read() and [row["step"] for row in run.rows] == [0, 1, 2, 3, 4] and run.done and "done" in run.status(0.)
@@ -45,12 +46,13 @@ def test_a_page_holds_what_was_written_and_no_code_of_an_answer(tmp_path):
     runs = run_folders([tmp_path])
     for run in runs.values(): run.read()
     page = monitor_html(runs, reload=3.)
-    assert "<script" not in page and "&lt;script&gt;yes" in page and "1&lt;2\n=" in page and 'content="3"' in page
+    assert "<script" not in page and "&lt;script&gt;yes" in page and "ago" not in page and "1&lt;2\n=" in page and 'content="3"' in page
     assert page.count("<title>a</title>") == page.count("<title>b</title>") == 1
     assert "⚠ loss was nan" in page and page.count("<summary>step 10</summary>") == 2
     assert "refresh" not in monitor_html(runs)
     text = "\n".join(monitor_text(runs))
-    assert "⚠ loss was nan" in text and "samples of b" in text and "1<2 = → <script>yes" in text
+    assert "\x1b]0;" not in text and "yes\x1b" not in text      # what a terminal would obey
+    assert "⚠ loss was nan" in text and "samples of b" in text and "1<2 = → <script>yes ]0;hello" in text
 
 
 def test_the_plot_of_a_terminal_rises_with_its_numbers():

@@ -35,6 +35,7 @@ def named_alarms(
     judges = (not_finite, skipped_steps, no_gradient, equal_groups, large_ratio, many_clipped, stale_rows,
               far_from_reference, little_entropy, at_limit, equal_lengths, gradient_spike)
     found = {"missing_numbers": missing_numbers(rows, keys)} | {judge.__name__: judge(rows) for judge in judges}
+    if found["at_limit"]: found["equal_lengths"] = ""       # the same once more
     return {name: said for name, said in found.items() if said}
 
 def recent(

@@ -49,6 +49,7 @@ def drawn_keys(
     present = dict.fromkeys(chain.from_iterable(rows))
     if keys is not None: return [key for key in keys if key in present]
     usual = [name for name in DRAWN if name in present and not (name == "loss" and "reward" in present)]
+    usual += [name for name in present if name.startswith("evaluation/") and name + "/low" in present]
     return usual or [name for name in present if name not in _NOT_DRAWN and not name.startswith(PHASE)]
 
 def phase_keys(
@@ -192,6 +193,7 @@ def phases_svg(
                   f'<title>{escape(name)} {_finite(rows[-1].get(name)):.3g} s</title></path>')
     x, labels = 76, ""
     for name, colour in zip(names, _COLOURS*len(names), strict=False):
+        if _finite(rows[-1].get(name)) < .05*edges[-1][-1]: continue        # there is no room for all
         labels += _text(x, 15, said := name.removeprefix(PHASE), more=f'font-size="11" fill="{colour}"')
         x += 6.2*len(said) + 8
     return _panel("seconds", "", drawn + labels)

@@ -44,7 +44,7 @@ class RunFolder:
         if seen == self._seen: return False
         self._seen, self.written = seen, max((mtime for mtime, _ in seen), default=0.)
         self.rows = [row_numbers(row) for row in self.log.rows()]
-        self.samples = self.log.rows("samples")
+        self.samples = [row for row in self.log.rows("samples") if "step" in row]
         self.total = _planned_steps(self.log.path.with_name("config.yaml"))
         return True
 
@@ -59,17 +59,21 @@ class RunFolder:
         return step_of(self.rows[-1], len(self.rows) - 1) + 1 if self.rows else 0
 
     def status(self,
-        now:float, # seconds of the clock
+        now:float|None=None, # seconds of the clock; None: what is said holds at any time
     )->str:
-        "Say where the run stands."
+        "Say where the run stands, and how long ago it wrote."
         if not self.rows: return "no step yet"
         said = [f"step {self._next - 1}" + (f" of {self.total}" if self.total else "")]
         seconds = [row["seconds"] for row in self.rows[-20:] if "seconds" in row]
-        if seconds:
-            pace = sum(seconds)/len(seconds)
-            said.append(f"{pace:.3g} s a step")
-            if self.total and not self.done: said.append(f"{duration(pace*(self.total - self._next))} left")
-        return " · ".join([*said, "done" if self.done else f"written {duration(now - self.written)} ago"])
+        pace = sum(seconds)/len(seconds) if seconds else 0.
+        if pace: said.append(f"{pace:.3g} s a step")
+        if self.done: return " · ".join([*said, "done"])
+        if now is None: said.append(time.strftime("written %Y-%m-%d %H:%M:%S", time.localtime(self.written)))
+        if now is None: return " · ".join(said)
+        silent = now - self.written
+        if pace and silent > max(60., 10*pace): return " · ".join([*said, f"silent for {duration(silent)}: stopped?"])
+        if pace and self.total: said.append(f"{duration(pace*(self.total - self._next))} left")
+        return " · ".join([*said, f"written {duration(silent)} ago"])
 
 def _planned_steps(
     config:Path, # config.yaml of a run
@@ -119,10 +123,14 @@ def _title(what, name, several): return f"{what} of {name}" if several else what
 def _sample_lines(samples, columns, n=4):
     "The newest samples, one a line."
     for row in [x for x in samples if x["step"] == samples[-1]["step"]][:n]:
-        score = "" if row.get("score") is None else f"{row['score']:.3g}"
-        prompt, answer = (" ".join(str(row.get(k) or "").split()) for k in ("prompt", "completion"))
+        score = f"{row['score']:.3g}" if isinstance(row.get("score"), (int, float)) else ""
+        prompt, answer = (_line(row.get(k) or "") for k in ("prompt", "completion"))
         short = f"…{prompt[-columns//3:]}" if len(prompt) > columns//3 else prompt
         yield f"{row['step']:>6} {score:>6}  {short} → {answer}"[:columns]
+
+def _line(text):
+    "A text in one line, without characters that a terminal obeys."
+    return " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
 
 # %% ../../nbs/people/21_monitor.ipynb #5163380e
 _STYLE = """:root{color-scheme:light dark}
@@ -136,11 +144,9 @@ def monitor_html(
     runs:Mapping[str, RunFolder], # that were read
     keys:Sequence[str]|None=None, # numbers to draw; None: those that people look at
     reload:float|None=None,       # seconds after which a browser loads the page again; None: it does not
-    now:float|None=None,          # seconds of the clock; None: now
 )->str:
     "Draw runs as a page of HTML."
-    now = time.time() if now is None else now
-    heads = "".join(f"<div><b>{escape(name)}</b> &ensp;{escape(run.status(now))}</div>"
+    heads = "".join(f"<div><b>{escape(name)}</b> &ensp;{escape(run.status())}</div>"
                     + "".join(f'<div class="alarm">⚠ {escape(said)}</div>' for said in alarms(run.rows, keys))
                     + f'<div class="faint">{escape(last_numbers(run.rows, keys))}</div>' for name, run in runs.items())
     body = heads + Curves({name: run.rows for name, run in runs.items()}, keys).html()
@@ -194,24 +200,32 @@ def watch_command(
     except KeyboardInterrupt: pass      # how one leaves it
     finally:
         if live: print(_WRAP)
+        if given.html: _write_page(given, runs, None)
     return 0
 
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"       # of long lines, by the terminal
 
 def _look(given, runs, live):
+    "Draw again and again, until all runs are done."
     while True:
+        begun = time.monotonic()
+        runs |= {name: run for name, run in run_folders(given.folders).items() if name not in runs}    # new ones
         new = [run.read() for run in runs.values()]
-        done = all(run.done for run in runs.values()) or not live
-        if any(new) and given.html: _write_page(given, runs, None if done else max(given.every, 2.))
-        if said := missing_numbers([row for run in runs.values() for row in run.rows], given.keys):
+        if not live and (said := missing_numbers([row for run in runs.values() for row in run.rows], given.keys)):
             raise NoLoop(f"rlblocks watch: {said}")
+        if live and given.html and any(new): _write_page(given, runs, max(given.every, 2.))
         size = shutil.get_terminal_size((100, 40))
         drawn = [*monitor_text(runs, given.keys, size.columns if live else 100)]
         if not sys.stdout.isatty(): drawn = [re.sub(r"\x1b\[\d+m", "", line) for line in drawn]
-        if live: drawn = [f"{line}\x1b[K" for line in drawn[:size.lines - 1]]
+        if live: drawn = _fitted(drawn, size.lines - 1)
         print("\x1b[H"*live + "\n".join(drawn) + "\x1b[J"*live, flush=True)
-        if done: return
-        time.sleep(given.every)
+        if not live or all(run.done for run in runs.values()): return
+        time.sleep(max(given.every, time.monotonic() - begun))      # at most half of a core
+
+def _fitted(lines, n):
+    "The lines that a terminal has room for, and how many it has not."
+    if len(lines) > n: lines = [*lines[:n - 1], f"… {len(lines) - n + 1} more lines: a taller window, or --once"]
+    return [f"{line}\x1b[K" for line in lines]
 
 def _write_page(given, runs, reload):
     file = Path(given.html)

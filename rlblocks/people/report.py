@@ -59,6 +59,8 @@ def advice(
                 "or a smaller max_tokens")
     if share("update") > .4 and 0 < mfu < .2:
         return f"the update uses {mfu:.0%} of the device: a larger micro_tokens, or packed rows (flash attention)"
+    if share("update") > .6:
+        return "most of it is the update: fewer tokens a step, an adapter (lora=…), or more devices"
     return "no phase stands out: more devices, or a smaller model"
 
 # %% ../../nbs/people/19_report.ipynb #3ef21fcb
