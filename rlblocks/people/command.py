@@ -161,6 +161,9 @@ def command_line(
     except KeyboardInterrupt:
         print(f"rlblocks {word}: stopped", file=sys.stderr)
         return 130
+    except BrokenPipeError:             # … | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())      # what is left to be written goes there
+        return 141
 
 def _told(work):
     "Do the work. What a user can mend is printed in a line."
