@@ -121,6 +121,14 @@ def test_a_run_that_was_killed_has_each_step_once(tmp_path):
     assert [row["completion"] for row in log.rows("samples")] == ["\u2028 a line", "c"]
 
 
+def test_a_line_that_ends_within_a_character_is_none(tmp_path):
+    log, whole = JsonLines(tmp_path/"log.jsonl"), '{"step": 0, "note": "学"}\n'.encode()
+    log.path.write_bytes(whole + whole.replace(b"0", b"1")[:-5])
+    assert log.rows() == [dict(step=0, note="学")]
+    list(log_to(counts(1, 3), folder=tmp_path, console=False))
+    assert [row["step"] for row in log.rows()] == [0, 1, 2] and log.path.read_bytes().startswith(whole)
+
+
 def test_a_file_that_is_no_log_keeps_its_lines(tmp_path):
     (tmp_path/"questions.jsonl").write_text('{"prompt": "2+2="}\n')
     list(log_to(counts(steps=1), tmp_path/"questions.jsonl", console=False))
