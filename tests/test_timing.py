@@ -13,7 +13,8 @@ import tiny_media
 import torch
 from forked import on_ranks
 from rlblocks import (
-    Batch, Checkpoint, Grader, Mean, Policy, Prompts, here, later, log_to, phase, report, timed, watch, without_times)
+    Batch, Checkpoint, Grader, JsonLines, Mean, Policy, Prompts, here, later, log_to, phase, report, timed, watch,
+    without_times)
 from rlblocks.engines import phases, usage
 from rlblocks.engines.phases import Recorder, PhaseSpan, note
 from rlblocks.engines.usage import Usage
@@ -186,6 +187,23 @@ def test_use_is_of_all_devices_that_computed_and_unknown_where_one_is():
     assert "mfu" not in device_numbers(before, after | dict(b=used(60., 0.)), 2.)
     again = device_numbers(dict(a=used(200.)), dict(a=used(60.)), 1.)
     assert "tflops" not in again, "of a rank that was started again the counters begin anew"
+
+
+def test_of_a_slice_of_a_card_the_peak_is_not_known():
+    assert usage.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    for name in ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU"):
+        assert usage.peak_flops(name) == 0., name
+
+
+def test_a_report_has_what_to_mend_before_what_is_slow(tmp_path):
+    def loop():
+        for step in range(12): yield dict(step=step, loss=float("nan"), seconds=2., seconds_sample=2.)
+    for _ in log_to(loop(), folder=tmp_path, console=False): pass
+    said = report(tmp_path)
+    assert 0 < said.index("Mend first: ") < said.index("Then, for speed: sampling is most of it"), said
+    assert said == report(JsonLines(tmp_path/"log.jsonl").rows())
+    assert "Mend first" not in report([dict(step=0, seconds=1., seconds_update=1., seconds_other=0.)])
+    with pytest.raises(ValueError, match="report: .* has no steps"): report(tmp_path/"none.jsonl")
 
 
 def test_an_engine_elsewhere_waits_between_its_spans_also_over_steps():

@@ -136,7 +136,8 @@ class StepTimer(AbstractContextManager):
         self._keep([PhaseSpan(f"step {step}", "loop", self.start, end, lane), *spans])
         self.step = step + 1
         if "seconds_other" in row: return {**row}
-        found = phase_seconds(own, self.seconds) | self.idle.between(spans, self._engines(), self.seconds) | speeds(own, self.seconds)
+        found = phase_seconds(own, self.seconds) | self.idle.between(spans, self._engines(), self.seconds)
+        found |= speeds(own, self.seconds)
         found |= device_numbers(self.before, after, self.seconds) | batch_shares(batch)
         return {**row} | {k: x for k, x in found.items() if k not in row}
 

@@ -70,5 +70,5 @@ def profiled(
     "Trace every operation of what runs inside, on the CPU and on GPUs."
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA]*torch.cuda.is_available()]
     with profile(activities=activities) as traced: yield
-    with suppress(OSError): Path(path).parent.mkdir(parents=True, exist_ok=True)       # torch prints what it cannot write
+    with suppress(OSError): Path(path).parent.mkdir(parents=True, exist_ok=True)    # torch says what it cannot write
     traced.export_chrome_trace(str(path))
