@@ -324,7 +324,8 @@ def test_spans_of_other_processes_and_threads_have_rows_of_their_own(tmp_path):
     made = list(timed(loop(), folder=tmp_path))
     found = slices_of(tmp_path/"trace.json")
     assert found.keys() == {"loop", "pool rank 0", *(g._background.thread for g in graders)} and len(found) == 4
-    assert made[1]["engine_wait"] == 3. and made[1]["memory_gib"] == 2. and "seconds_wait" not in made[1]
+    assert made[1]["engine_wait"] == min(3., made[1]["seconds"]), "no engine has waited longer than the step"
+    assert made[1]["memory_gib"] == 2. and "seconds_wait" not in made[1]
     asked = [x["args"]["call"] for x in found["loop"] if x["name"] == "grade"]
     assert asked == ["BackgroundCall.result"]*4, "to wait for a grader is to grade"
 

@@ -39,8 +39,9 @@ def loop_locals(
     return _variables(innermost(loop))
 
 def _variables(loop):
-    """A copy of them. Before Python 3.13 the frame keeps the dict that it shows, and with it what the loop lets go. It is
-    emptied, which changes no variable, unless the loop has it too, from `locals()`."""
+    """A copy of them. Before Python 3.13 the frame keeps the dict that it shows, and with it what the loop lets go.
+
+    So the dict is emptied, which changes no variable, unless the loop has it too, from `locals()`."""
     frame = getattr(loop, "gi_frame", None)
     shown = {} if frame is None else frame.f_locals
     found = dict(shown)
