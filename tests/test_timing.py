@@ -2,8 +2,10 @@
 import json
 import sys
 import threading
+import warnings
 from ctypes import c_uint
 from itertools import count, pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,8 @@ import tiny_media
 import torch
 from forked import on_ranks
 from rlblocks import (
-    Batch, Grader, Mean, Policy, Prompts, here, later, log_to, phase, report, timed, watch, without_times)
+    Batch, Checkpoint, Grader, JsonLines, Mean, Policy, Prompts, here, later, log_to, phase, report, timed, watch,
+    without_times)
 from rlblocks.engines import phases, usage
 from rlblocks.engines.phases import Recorder, PhaseSpan, note
 from rlblocks.engines.usage import Usage
@@ -186,13 +189,58 @@ def test_use_is_of_all_devices_that_computed_and_unknown_where_one_is():
     assert "tflops" not in again, "of a rank that was started again the counters begin anew"
 
 
+def test_of_a_slice_of_a_card_the_peak_is_not_known():
+    assert usage.peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    for name in ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU"):
+        assert usage.peak_flops(name) == 0., name
+
+
+def test_a_report_has_what_to_mend_before_what_is_slow(tmp_path):
+    def loop():
+        for step in range(12): yield dict(step=step, loss=float("nan"), seconds=2., seconds_sample=2.)
+    for _ in log_to(loop(), folder=tmp_path, console=False): pass
+    said = report(tmp_path)
+    assert 0 < said.index("Mend first: ") < said.index("Then, for speed: sampling is most of it"), said
+    assert said == report(JsonLines(tmp_path/"log.jsonl").rows())
+    assert "Mend first" not in report([dict(step=0, seconds=1., seconds_update=1., seconds_other=0.)])
+    with pytest.raises(ValueError, match="report: .* has no steps"): report(tmp_path/"none.jsonl")
+
+
 def test_an_engine_elsewhere_waits_between_its_spans_also_over_steps():
     idle, engine = EngineIdle(), lambda *times: PhaseSpan("sample", "engine", *times, "engine")
     own = PhaseSpan("wait", "", 0., 9., "loop")
-    assert idle.between([own], "loop") == {}
-    assert idle.between([own, engine(1., 3.), engine(4., 5.)], "loop") == dict(engine_wait=1.)
-    assert idle.between([engine(8., 9.), own], "loop") == dict(engine_wait=3.)
-    assert idle.between([engine(10., 11.), PhaseSpan("sample", "", 2., 3., "other")], "loop") == dict(engine_wait=.5)
+    def between(*spans, seconds=9.): return idle.between(spans, {"engine", "other"}, seconds)
+    assert between(own) == {} == between(PhaseSpan("sample", "", 0., 1., "grader 1"))
+    assert between(own, engine(1., 3.), engine(4., 5.)) == dict(engine_wait=1.)
+    assert between(engine(8., 9.), own) == dict(engine_wait=3.)
+    assert between(engine(10., 11.), PhaseSpan("sample", "", 2., 3., "other")) == dict(engine_wait=.5)
+    assert between(engine(90., 91.), seconds=4.) == dict(engine_wait=4.)
+
+
+def test_an_evaluation_in_a_thread_is_no_engine_that_waits():
+    "`later(evaluate, …)` samples in a thread of this process, once in many steps."
+    def sample():
+        with phase("sample"): pass
+    def loop():
+        for step in range(4):
+            if step % 2:
+                thread = threading.Thread(target=sample)
+                thread.start()
+                thread.join()
+            yield dict(step=step)
+    assert not any("engine_wait" in row for row in timed(loop()))
+
+
+def test_a_full_disk_ends_a_timeline_and_no_run(tmp_path):
+    if not Path("/dev/full").exists(): pytest.skip("there is no /dev/full")
+    (tmp_path/"trace.json").symlink_to("/dev/full")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert len(list(timed(iter([dict(step=i) for i in range(3)]), folder=tmp_path))) == 3
+    assert len(said) == 1 and "timed: " in str(said[0].message) and "No space left" in str(said[0].message)
+    (tmp_path/"file").touch()
+    with pytest.warns(UserWarning, match="goes on without"):
+        assert len(list(timed(iter([dict(step=0)]), folder=tmp_path/"file", profile={0}))) == 1
 
 
 def test_what_nvml_notes_is_read_once(monkeypatch):
@@ -276,9 +324,21 @@ def test_spans_of_other_processes_and_threads_have_rows_of_their_own(tmp_path):
     made = list(timed(loop(), folder=tmp_path))
     found = slices_of(tmp_path/"trace.json")
     assert found.keys() == {"loop", "pool rank 0", *(g._background.thread for g in graders)} and len(found) == 4
-    assert made[1]["engine_wait"] == 3. and made[1]["memory_gib"] == 2. and "seconds_wait" not in made[1]
+    assert made[1]["engine_wait"] == min(3., made[1]["seconds"]), "no engine has waited longer than the step"
+    assert made[1]["memory_gib"] == 2. and "seconds_wait" not in made[1]
     asked = [x["args"]["call"] for x in found["loop"] if x["name"] == "grade"]
     assert asked == ["BackgroundCall.result"]*4, "to wait for a grader is to grade"
+
+
+def test_a_run_that_resumes_profiles_the_steps_that_it_was_asked_for(tmp_path):
+    def loop(steps, checkpoint):
+        for step in checkpoint(steps, state=dict(x=0)): yield dict(step=step)
+    def profiles(): return sorted(x.name for x in tmp_path.glob("profile-*"))
+    for _ in loop(2, Checkpoint(tmp_path/"saves")): pass
+    for _ in timed(loop(5, Checkpoint(tmp_path/"saves")), folder=tmp_path, profile={0, 2, 4}): pass
+    assert profiles() == ["profile-2.json", "profile-4.json"]
+    for _ in timed(iter([dict(step=7), dict(step=8)]), folder=tmp_path, profile={0}): pass
+    assert profiles() == ["profile-2.json", "profile-4.json", "profile-7.json"], "named after the step that came"
 
 
 def timed_there(rank, ranks, folder):

@@ -5,18 +5,22 @@ import os
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
 from forked import on_ranks
-from rlblocks import Checkpoint, JsonLines, Policy, Prompts, here, log_to, loops, ppo_loss, watch, without_times
+from rlblocks import (
+    Checkpoint, JsonLines, MLflow, Policy, Prompts, here, log_to, loops, ppo_loss, timed, watch,
+    without_times)
 from rlblocks.loops import grpo
 from rlblocks.people.command import command_line
 from rlblocks.tracking.log_to import sample_rows
-from rlblocks.tracking.metric_names import METRICS, METRIC_PREFIXES, TRL, TRL_PAIRS, VERL, meaning
+from rlblocks.tracking.metric_names import METRICS, METRIC_PREFIXES, TRL, TRL_PAIRS, VERL, meaning, renamed
 from rlblocks.tracking.sinks import plain_values
 from rlblocks.tracking.timing import TIMED
 from test_laws import CASES, LOSSES, arguments, block
@@ -89,6 +93,25 @@ def test_it_is_a_generator_like_the_loop():
     assert said.value.value == "all of it"
 
 
+@pytest.mark.parametrize("around", [lambda loop: log_to(loop, console=False), timed, lambda loop: timed(timed(loop))])
+def test_what_a_loop_lets_go_is_gone(around):
+    "The frame of a loop would keep the batch of the last step while the next one is sampled."
+    def loop():
+        for step in range(3):
+            batch = rows()
+            ref = weakref.ref(batch)
+            yield dict(step=step)
+            del batch
+            assert ref() is None
+    assert len(list(around(loop()))) == 3
+    def describes(lr=.5):
+        given = locals()
+        for step in range(3):
+            yield dict(step=step)
+            assert given["lr"] == .5
+    assert len(list(around(describes()))) == 3
+
+
 def test_the_same_dicts_come_out_and_what_a_loop_raises_is_raised():
     def fails():
         yield row
@@ -121,6 +144,14 @@ def test_a_run_that_was_killed_has_each_step_once(tmp_path):
     assert [row["completion"] for row in log.rows("samples")] == ["\u2028 a line", "c"]
 
 
+def test_a_line_that_ends_within_a_character_is_none(tmp_path):
+    log, whole = JsonLines(tmp_path/"log.jsonl"), '{"step": 0, "note": "学"}\n'.encode()
+    log.path.write_bytes(whole + whole.replace(b"0", b"1")[:-5])
+    assert log.rows() == [dict(step=0, note="学")]
+    list(log_to(counts(1, 3), folder=tmp_path, console=False))
+    assert [row["step"] for row in log.rows()] == [0, 1, 2] and log.path.read_bytes().startswith(whole)
+
+
 def test_a_file_that_is_no_log_keeps_its_lines(tmp_path):
     (tmp_path/"questions.jsonl").write_text('{"prompt": "2+2="}\n')
     list(log_to(counts(steps=1), tmp_path/"questions.jsonl", console=False))
@@ -150,6 +181,22 @@ def test_a_sink_that_fails_warns_once_and_ends_nothing(steps, kept, then):
     assert len(said) == 1 and said[0].filename == __file__
     assert "Fails.log failed, and the run goes on without: OSError: [Errno 28]" in str(said[0].message)
     assert then in str(said[0].message)
+
+
+def test_mlflow_is_given_names_that_it_allows(monkeypatch):
+    "Its own rule: letters, digits, space and _ - . / alone, or the whole step is refused."
+    sent = []
+    class Client:
+        def __init__(self, uri): pass
+        def get_experiment_by_name(self, name): return SimpleNamespace(experiment_id="1")
+        def create_run(self, experiment, run_name): return SimpleNamespace(info=SimpleNamespace(run_id="a"))
+        def log_batch(self, run, metrics=(), params=()): sent.extend(x[0] for x in (*metrics, *params))
+        def set_terminated(self, run): pass
+    entities = SimpleNamespace(Metric=lambda *x: x, Param=lambda *x: x)
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(
+        __file__=__file__, MlflowClient=Client, entities=entities))
+    MLflow(config={"a=b": 1}).log({"evaluation/my task@2": .5, "学 x-1.y/z_": 1.}, 0)
+    assert sent == ["a_b", "evaluation/my task_2", "学 x-1.y/z_"]
 
 
 def test_a_batch_that_cannot_be_read_ends_nothing():
@@ -274,4 +321,10 @@ def test_names_of_others_are_theirs():
     if not texts: pytest.skip("verl is not installed: make peers")
     for name in VERL.values():
         family, _, last = name.partition("/")
-        assert name in texts or f'"{last}"' in texts and family in ("actor", "critic", "rollout_corr"), name
+        assert name in texts or f'"{last}"' in texts and family in ("actor", "critic", "rollout_corr", "timing_s"), name
+    limits = dict(at_limit=.5, equal_groups=.25)
+    assert renamed(limits, "trl") == {"completions/clipped_ratio": .5, "frac_reward_zero_std": .25}
+    times = dict(at_limit=.5, seconds=3., seconds_sample=2., seconds_update=1.)
+    assert [*renamed(times, "verl")] == ["response_length/clip_ratio", *(f"timing_s/{x}" for x in
+                                                                       ("step", "gen", "update_actor"))]
+    assert "seconds_update" in renamed(times | dict(critic_grad_norm=1.), "verl"), "verl times actor and critic apart"

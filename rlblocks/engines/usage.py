@@ -26,8 +26,9 @@ PEAK_TFLOPS = {
 def peak_flops(
     name:str, # of a device, as torch.cuda.get_device_name() says it: "NVIDIA H200"
 )->float: # operations a second; 0 where they are not known
-    "Return what a device can do at most: of the longest name in the table that its own contains."
+    "Return what a device can do at most: of the longest name in the table that its own contains; 0 of a slice."
     words = name.replace("-", " ").split()
+    if "MIG" in words or "Laptop" in words: return 0.       # a slice of the card; a slower one of the same name
     def has(key): return any(words[i:i + len(key)] == key for i in range(len(words)))
     found = [key for key in PEAK_TFLOPS if has(key.split())]
     return PEAK_TFLOPS[max(found, key=len)]*1e12 if found else 0.

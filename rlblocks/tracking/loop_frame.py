@@ -9,6 +9,7 @@ __all__ = ['innermost', 'loop_locals', 'planned_steps', 'loop_batch', 'loop_loss
 # %% ../../nbs/tracking/04_loop_frame.ipynb #3bd6ea7c
 from collections.abc import Callable, Iterable, Mapping
 from inspect import isgenerator, unwrap
+from sys import getrefcount
 from types import CellType, FunctionType
 from typing import Any
 
@@ -28,15 +29,24 @@ def innermost(
 def _handed_on(loop)->Any:
     "The loop whose rows a loop hands on; None where it makes them."
     if not isgenerator(loop): inner = getattr(loop, "loop", None)
-    else: inner = loop.gi_yieldfrom or (loop.gi_frame and loop.gi_frame.f_locals.get("loop"))
+    else: inner = loop.gi_yieldfrom or _variables(loop).get("loop")
     return inner if isgenerator(inner) or isinstance(getattr(inner, "loop", None), Iterable) else None
 
 def loop_locals(
     loop:Iterable[Mapping], # a loop that stands still
 )->dict: # {} where it has ended, or is no generator
     "Return the loop's local variables."
-    frame = getattr(innermost(loop), "gi_frame", None)
-    return {} if frame is None else dict(frame.f_locals)
+    return _variables(innermost(loop))
+
+def _variables(loop):
+    """A copy of them. Before Python 3.13 the frame keeps the dict that it shows, and with it what the loop lets go.
+
+    So the dict is emptied, which changes no variable, unless the loop has it too, from `locals()`."""
+    frame = getattr(loop, "gi_frame", None)
+    shown = {} if frame is None else frame.f_locals
+    found = dict(shown)
+    if isinstance(shown, dict) and getrefcount(shown) == 3: shown.clear()      # frame, `shown`, the count's argument
+    return found
 
 def planned_steps(
     loop:Iterable[Mapping], # a loop

@@ -159,7 +159,8 @@ TRL = dict(lr="learning_rate", length="completions/mean_length", clip_frac="clip
            clip_frac_low="clip_ratio/low_mean", clip_frac_high="clip_ratio/high_mean",
            rollout_abs_diff="sampling/sampling_logp_difference/mean",
            rollout_abs_diff_max="sampling/sampling_logp_difference/max",
-           chosen_reward="rewards/chosen", rejected_reward="rewards/rejected")
+           chosen_reward="rewards/chosen", rejected_reward="rewards/rejected",
+           equal_groups="frac_reward_zero_std", at_limit="completions/clipped_ratio")
 TRL_PAIRS = dict(accuracy="rewards/accuracies", margin="rewards/margins")      # beside chosen_reward alone
 
 # verl 0.9, trainer/ppo/metric_utils.py, core_algos.py, rollout_corr_helper.py, workers/utils/losses.py
@@ -168,7 +169,9 @@ VERL = dict(reward="critic/score/mean", length="response_length/mean", grad_norm
             kl="actor/kl_loss", kl_coef="actor/reward_kl_penalty_coeff",
             critic_grad_norm="critic/grad_norm", critic_lr="critic/lr", critic_value_clip_frac="critic/vf_clipfrac",
             rollout_kl="rollout_corr/kl", rollout_kl_k3="rollout_corr/k3_kl", rollout_chi2="rollout_corr/chi2_token",
-            rollout_product_chi2="rollout_corr/chi2_seq")
+            rollout_product_chi2="rollout_corr/chi2_seq", at_limit="response_length/clip_ratio",
+            seconds="timing_s/step", seconds_sample="timing_s/gen", seconds_update="timing_s/update_actor",
+            seconds_sync="timing_s/update_weights", seconds_save="timing_s/save_checkpoint")
 
 def renamed(
     row:Mapping,                           # a step's dict
@@ -182,5 +185,6 @@ def renamed(
         theirs = dict(TRL if names == "trl" else VERL)
         if names == "trl" and "chosen_reward" in row: theirs |= TRL_PAIRS
         if names == "verl" and "kl_coef" in row: del theirs["kl"]      # a part of the reward, no term of the loss
+        if names == "verl" and "critic_grad_norm" in row: del theirs["seconds_update"]     # of actor and critic
     else: theirs = names
     return {theirs.get(name, name): x for name, x in row.items()}

@@ -40,7 +40,7 @@ class Sink(Protocol):
 def plain_values(
     row:Mapping, # a step's dict
 )->dict[str, int|float|str|bool|None]:
-    "Return a step's values as JSON has them: what is neither a number nor a text becomes one."
+    "Return a step's values as plain ones: what is neither a number nor a text becomes one."
     return {str(name): _plain(x) for name, x in row.items()}
 
 def _plain(x):
@@ -119,9 +119,9 @@ def _line(row): return json.dumps(row, ensure_ascii=False) + "\n"
 
 def _lines(file):
     found = []
-    for line in file.read_text(encoding="utf-8").split("\n") if file.exists() else []:
-        try: found.append(json.loads(line))
-        except ValueError: pass
+    for line in file.read_bytes().split(b"\n") if file.exists() else []:
+        try: found.append(json.loads(line.decode()))
+        except ValueError: pass         # half a line, that may end in the middle of a character
     return found
 
 def _cut(file, step):

@@ -7,9 +7,10 @@ __all__ = ['GIB', 'TIMED', 'phase_seconds', 'speeds', 'device_numbers', 'batch_s
            'added_up', 'without_times']
 
 # %% ../../nbs/tracking/05_timing.ipynb #0e79e95a
+import warnings
 from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.checkpoint import Checkpoint
 from ..data.batch import Batch
 from ..engines.phases import PHASES, Recorder, PhaseSpan, lane_here, now
 from ..engines.process_group import world
 from ..engines.usage import Usage, usage
-from .loop_frame import loop_batch
+from .loop_frame import loop_batch, loop_locals
 from .trace import TraceFile, profiled
 
 # %% ../../nbs/tracking/05_timing.ipynb #5a9f783b
@@ -130,15 +132,28 @@ class StepTimer(AbstractContextManager):
         spans, after = self.recorder.taken(), self.recorder.usage | {lane: usage()}
         own, self.seconds = [s for s in spans if s.lane == lane], max(end - self.start, 1e-9)
         step = _step_of(row, self.step)
+        if self.step in self.profile and step != self.step: self._rename_profile(step)
         self._keep([PhaseSpan(f"step {step}", "loop", self.start, end, lane), *spans])
         self.step = step + 1
         if "seconds_other" in row: return {**row}
-        found = phase_seconds(own, self.seconds) | self.idle.between(spans, lane) | speeds(own, self.seconds)
+        found = phase_seconds(own, self.seconds) | self.idle.between(spans, self._engines(), self.seconds)
+        found |= speeds(own, self.seconds)
         found |= device_numbers(self.before, after, self.seconds) | batch_shares(batch)
         return {**row} | {k: x for k, x in found.items() if k not in row}
 
+    def _rename_profile(self, step):
+        "Name it after the row: a loop without a Checkpoint began at a step that was not known."
+        with suppress(OSError): (self.folder/f"profile-{self.step}.json").replace(self.folder/f"profile-{step}.json")
+
+    def _engines(self): return {"engine", *self.recorder.usage}        # no threads, such as those of `later`
+
     def _keep(self, spans):
-        if self.trace is not None: self.trace.add(spans)
+        if self.trace is None: return
+        try: self.trace.add(spans)
+        except OSError as e:        # a full disk is no reason to end a run
+            self.trace = None
+            warnings.warn(f"timed: {self.folder/'trace.json'} cannot be written, and the run goes on without: {e}",
+                          stacklevel=4)
 
 def _step_of(row, default):
     try: return int(row.get("step", default))
@@ -153,14 +168,15 @@ class EngineIdle:
 
     def between(self,
         spans:Sequence[PhaseSpan], # that came in during a step
-        own:str,                   # lane of the loop, which is none
+        engines:Collection[str],   # lanes that may be one
+        seconds:float=inf,         # of the step; an engine has not waited longer
     )->dict[str, float]: # `engine_wait`; {} without an engine elsewhere
         "Return the mean seconds between the spans of processes that sample."
-        lanes, gaps = {s.lane for s in spans if s.phase == "sample" and s.lane != own}, 0.
+        lanes, gaps = {s.lane for s in spans if s.phase == "sample" and s.lane in engines}, 0.
         for s in sorted(spans, key=lambda s: s.start):
             if s.lane in lanes: gaps += max(0., s.start - self.ends.get(s.lane, inf))
             self.ends[s.lane] = max(s.end, self.ends.get(s.lane, 0.))
-        return dict(engine_wait=gaps/len(lanes)) if lanes else {}
+        return dict(engine_wait=min(seconds, gaps/len(lanes))) if lanes else {}
 
 # %% ../../nbs/tracking/05_timing.ipynb #b61dded2
 def timed(
@@ -175,7 +191,15 @@ def timed(
     if not isinstance(loop, Iterable):
         raise TypeError(f"timed: a {type(loop).__name__} came; what yields a dict a step is wanted; call it, "
                         "timed(grpo(here, …))")
-    return _timed(iter(loop), StepTimer(folder=folder, profile=profile))
+    timer = StepTimer(folder=folder, profile=profile)
+    timer.step = _first_step(loop)
+    return _timed(iter(loop), timer)
+
+def _first_step(loop):
+    "That of a run that its Checkpoint resumes; 0 where there is none."
+    checkpoint = loop_locals(loop).get("checkpoint")
+    saves = checkpoint.saves() if isinstance(checkpoint, Checkpoint) else []
+    return int(saves[-1].name.removeprefix("step-")) if saves else 0
 
 def _timed(loop, timer):
     "The loop; `loop_frame` finds what is in a variable of that name."

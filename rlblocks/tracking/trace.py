@@ -8,7 +8,7 @@ __all__ = ['TraceFile', 'slice_of', 'profiled']
 # %% ../../nbs/tracking/06_trace.ipynb #205e84f5
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -70,5 +70,5 @@ def profiled(
     "Trace every operation of what runs inside, on the CPU and on GPUs."
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA]*torch.cuda.is_available()]
     with profile(activities=activities) as traced: yield
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError): Path(path).parent.mkdir(parents=True, exist_ok=True)    # torch says what it cannot write
     traced.export_chrome_trace(str(path))

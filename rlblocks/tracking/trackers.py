@@ -9,6 +9,7 @@ __all__ = ['TRACKERS', 'Tracker', 'Wandb', 'Trackio', 'TensorBoard', 'MLflow']
 import importlib
 import json
 import os
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -293,7 +294,7 @@ class MLflow(Tracker):
         found = client.get_experiment_by_name(self.experiment)
         run = client.create_run(found.experiment_id if found else client.create_experiment(self.experiment),
                                 run_name=self.name).info.run_id
-        params = [self.module.entities.Param(k, str(x)[:6000]) for k, x in (self.config or {}).items()]
+        params = [self.module.entities.Param(_allowed(k), str(x)[:6000]) for k, x in (self.config or {}).items()]
         for i in range(0, len(params), 100): client.log_batch(run, params=params[i:i + 100])    # more is refused
         return client, run
 
@@ -303,7 +304,8 @@ class MLflow(Tracker):
     ):
         "Log the numbers of a step."
         now = int(time.time()*1000)
-        self.run.log_batch(self.id, [self.module.entities.Metric(k, float(x), now, step) for k, x in numbers.items()])
+        self.run.log_batch(self.id, [self.module.entities.Metric(_allowed(k), float(x), now, step)
+                                     for k, x in numbers.items()])
 
     def write_table(self,
         name:str,         # of the table
@@ -316,6 +318,8 @@ class MLflow(Tracker):
     def end(self):
         "End the run."
         self.run.set_terminated(self.id)
+
+def _allowed(name): return re.sub(r"[^\w/.\- ]", "_", name)         # for another character it refuses the whole step
 
 # %% ../../nbs/tracking/02_trackers.ipynb #bf6b0180
 TRACKERS = dict(wandb=Wandb, trackio=Trackio, tensorboard=TensorBoard, mlflow=MLflow)
