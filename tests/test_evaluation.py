@@ -17,6 +17,7 @@ import torch
 from conftest import ROOT
 from forked import on_ranks
 from rlblocks import Policy, Preferences, Prompts, Rollout, Scorer, SpmdPool, evaluate, later, load_evaluation
+from rlblocks.evaluation.measures import bits_per_byte
 from rlblocks.evaluation.results import Evaluation, TaskResult
 from rlblocks.evaluation.tasks import Task, bbh, gsm8k, humaneval, math500, perplexity, preferences
 from rlblocks.people.command import command_line
@@ -384,6 +385,7 @@ def test_answers_are_graded_with_the_rows_of_their_prompts(folder, tmp_path):
     assert again.tasks["exam"].scores == [[x] for _, x in rows]
     with pytest.raises(ValueError, match=r"exam\.jsonl has an answer to 'w4'.*of which the task has no row"):
         evaluate(folder, exam(*[r if r[0] != "w4" else ("w9", 0.) for r in rows]), folder=tmp_path, regrade=True)
+    assert load_evaluation(tmp_path).tasks["exam"].scores == again.tasks["exam"].scores
 
 
 def test_old_numbers_are_no_answer_for_new_weights(tmp_path):
@@ -413,7 +415,7 @@ def test_a_task_that_was_cut_short_is_in_no_table(folder, tmp_path):
     texts = perplexity([dict(text=f"w{i} w3") for i in range(2, 8)])
     def killed(model, rows, tokenizer):
         if rows[0]["text"] != "w2 w3": raise KeyboardInterrupt
-        return texts.measure(model, rows, tokenizer)
+        return bits_per_byte(model, rows, tokenizer)
     with pytest.raises(KeyboardInterrupt): evaluate(folder, replace(texts, measure=killed), folder=tmp_path, prompts=3)
     with pytest.raises(ValueError, match="is unfinished"): load_evaluation(tmp_path)
     evaluate(folder, EXAM, folder=tmp_path)

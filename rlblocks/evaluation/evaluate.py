@@ -180,10 +180,15 @@ class Folder:
         part.write_text(json.dumps(self.about, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         part.replace(self.file)
 
-    def keep_task(self, task:Task, **more):
+    def keep_task(self,
+        task:Task,
+        whole:bool, # whether nothing is to be added to its files: it stays done if it was
+        **more,
+    ):
         "Write what is known of a task."
-        before = self.about["tasks"]
-        self.keep(tasks=before | {task.name: before.get(task.name, {}) | more})
+        before = self.about["tasks"].get(task.name, dict(done=False))
+        said = dict(unit=task.unit, lower=task.lower, done=whole and before["done"])
+        self.keep(tasks=self.about["tasks"] | {task.name: before | said | more})
 
     def samples(self, task:Task)->Path: return self.path/f"{task.name}.jsonl"
     def scores(self, task:Task)->Path: return self.path/f"{task.name}.scores.jsonl"
@@ -229,7 +234,7 @@ def sampled(
         raise ValueError(f"evaluate: {file} has answers of at most {before} tokens, and {longest} are asked for; name "
                          "another folder")
     check_version(models.sampled_version(), lines, file)
-    folder.keep_task(task, unit=task.unit, lower=task.lower, left_out=data.longer, max_tokens=longest, done=False)
+    folder.keep_task(task, data.taken == len(data), left_out=data.longer, max_tokens=longest)
     with progress(task, data, lines) as shown:
         while data.taken < len(data):
             asked = data.take(min(prompts, len(data) - data.taken))
@@ -268,7 +273,9 @@ def grade_lines(
 ):
     "Grade the answers that have no scores in the task's file."
     file, rows = folder.scores(task), rows_of(task, lines, folder.samples(task))
-    if again: file.unlink(missing_ok=True)
+    if again:
+        folder.keep_task(task, False)
+        file.unlink(missing_ok=True)
     grader = task.reward if isinstance(task.reward, Grader) else Grader(task.reward, name=task.name)
     for i in range(len(read_lines(file)), len(lines), prompts):
         some = lines[i:i+prompts]
@@ -285,8 +292,8 @@ def rows_of(
     for row in reversed(keyed(task.rows)): found.setdefault(row["key"], []).append(row)
     def row_of(line):
         if rows := found.get(line["key"]): return rows.pop()        # those of one prompt in their order
-        raise ValueError(f"evaluate: {file} has an answer to {str(line['prompt'])[:40]!r}, of which the task has no row "
-                         "(any more); name another folder")
+        raise ValueError(f"evaluate: {file} has an answer to {str(line['prompt'])[:40]!r}, of which the task has no "
+                         "row; name another folder")
     return [row_of(x) for x in lines]
 
 def rows_to_grade(
@@ -314,7 +321,7 @@ def measured(
     if [x["key"] for x in done] != [x["key"] for x in rows[:len(done)]]:
         raise ValueError(f"evaluate: {file} is of other rows; remove it, or name another folder")
     check_version(models.version(), done, file)
-    folder.keep_task(task, unit=task.unit, lower=task.lower, done=False)
+    folder.keep_task(task, len(done) == len(rows))
     with progress(task, rows, done) as shown:
         for i in range(len(done), len(rows), prompts):
             some = rows[i:i+prompts]
@@ -371,7 +378,7 @@ def evaluate(
                                     seed=seed)
                     stop = () if getattr(models.tokenizer, "chat_template", None) else task.stop
                     on_rank_0(partial(grade_lines, task, lines, files, again=regrade, stop=stop, prompts=prompts))
-                files.keep_task(task, done=True)
+                files.keep_task(task, True, done=True)
         finally: models.close()
         made = on_rank_0(lambda: load_evaluation(path))
         files.keep(table=[{k: None if x != x else x for k, x in row.items()} for row in made.table()])
