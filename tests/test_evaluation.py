@@ -2,12 +2,14 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny
@@ -15,9 +17,11 @@ import torch
 from conftest import ROOT
 from forked import on_ranks
 from rlblocks import Policy, Preferences, Prompts, Rollout, Scorer, SpmdPool, evaluate, later, load_evaluation
+from rlblocks.evaluation.measures import bits_per_byte
 from rlblocks.evaluation.results import Evaluation, TaskResult
 from rlblocks.evaluation.tasks import Task, bbh, gsm8k, humaneval, math500, perplexity, preferences
 from rlblocks.people.command import command_line
+from rlblocks.people.evaluate import evaluation_text
 
 ROWS = [dict(prompt=f"w{i}", answer=f"w{i}") for i in (*range(2, 10), *range(20, 32))]     # w1 ends a text
 
@@ -65,7 +69,8 @@ def test_an_evaluation_that_is_killed_samples_nothing_twice(folder, tmp_path):
     child.wait()
     file = out/"exam.jsonl"
     kept = file.read_bytes()
-    assert 4 <= kept.count(b"\n") < len(ROWS) and not json.loads((out/"evaluation.json").read_text())["done"]
+    assert 4 <= kept.count(b"\n") < len(ROWS) and not json.loads(
+        (out/"evaluation.json").read_text())["tasks"]["exam"]["done"]
     with pytest.raises(ValueError, match="is unfinished"): load_evaluation(out)
     seen.unlink()
     file.write_bytes(kept + b'{"prompt": "w9", "comple')
@@ -309,13 +314,18 @@ def test_the_command_says_which_checkpoint_is_better(folder, tmp_path, capsys, m
     assert "there is no task 'exm'; there are gsm8k" in capsys.readouterr().err
 
 
+def trained_run(model, steps):
+    "A run that saves every two steps, in `run` of the working directory."
+    lines = [dict(prompt=f"w{i}", completion=f" w{i+1} w{i+2}") for i in range(2, 26)]
+    Path("rows.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    Path("texts.jsonl").write_text("".join(json.dumps(dict(text=f"w{i} w{i+2}")) + "\n" for i in range(2, 26)))
+    words = ["--steps", str(steps), "--save_every", "2", "--rows", "4", "--folder", "run", "--lr", "0.01"]
+    assert command_line(["sft", "--data", "rows.jsonl", "--model", str(model), *words]) == 0
+
+
 def test_a_run_that_goes_on_is_measured_at_its_newest_save(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    lines = [dict(prompt=f"w{i}", completion=f" w{i+1} w{i+2}") for i in range(2, 26)]
-    (tmp_path/"rows.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    (tmp_path/"texts.jsonl").write_text("".join(json.dumps(dict(text=f"w{i} w{i+2}")) + "\n" for i in range(2, 26)))
-    words = ["--steps", "5", "--save_every", "2", "--rows", "4", "--folder", "run"]
-    assert command_line(["sft", "--data", "rows.jsonl", "--model", str(folder), "--lr", "0.01", *words]) == 0
+    trained_run(folder, 5)
     tasks = ["--tasks", "perplexity=texts.jsonl"]
     assert command_line(["evaluate", "run", *tasks]) == 0          # it has ended: its model
     assert "more" not in capsys.readouterr().out
@@ -330,6 +340,131 @@ def test_a_run_that_goes_on_is_measured_at_its_newest_save(folder, tmp_path, cap
     assert "run: measured after 4 steps; the run has done 5, which is 1 more" in said and "run step 4" in said
     assert load_evaluation("evaluations/run-step-4").tasks["perplexity"].scores != at_5.tasks["perplexity"].scores
     assert command_line(["evaluate", "run", *tasks]) == 0          # the same weights, made anew: nothing is refused
+
+
+def test_two_saves_of_a_run_are_compared(folder, tmp_path, capsys, monkeypatch):
+    "By their folders, also from elsewhere, though the run was given a relative path of its model."
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "base")
+    trained_run("base", 4)
+    shutil.copytree(folder, "run/base")                        # of another run: this one began beside its own
+    (tmp_path/"run/base/config.json").write_text("{}")
+    for at, run, texts in ((".", "run", "texts.jsonl"), ("run", "../run", "../texts.jsonl")):
+        monkeypatch.chdir(tmp_path/at)
+        saves = [f"{run}/step-0000000{k}" for k in (2, 4)]
+        assert command_line(["evaluate", *saves, "--tasks", f"perplexity={texts}"]) == 0
+        said = capsys.readouterr().out
+        assert f"{run} step 2" in said and f"{run} step 4" in said and "on perplexity" in said and "more." not in said
+    shutil.move(tmp_path/"run/config.yaml", tmp_path)
+    assert command_line(["evaluate", saves[0], "--tasks", f"perplexity={texts}"]) == 2
+    assert "names no model" in capsys.readouterr().err
+
+
+def test_models_of_one_name_are_told_apart(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("texts.jsonl").write_text("".join(json.dumps(dict(text=f"w{i} w2")) + "\n" for i in range(2, 8)))
+    for seed in (0, 1):
+        Policy(tiny.model(seed=seed), frozen=True, tokenizer=tiny.tokenizer()).save_pretrained("run/model")
+        words = ["run", "--tasks", "perplexity=texts.jsonl", "--folder", f"at-{seed}"]
+        assert command_line(["evaluate", *["at-0/run"]*seed, *words]) == 0
+    said, found = capsys.readouterr().out, json.loads(Path("at-1/comparison.json").read_text())
+    assert [*found] == ["at-0/run → at-1/run"]
+    assert all(re.search(rf"^at-{k}/run +perplexity", said, re.MULTILINE) for k in (0, 1)) and "run is better" not in (
+        said.replace("at-0/run", "").replace("at-1/run", ""))
+    assert "at-0/run" in repr(load_evaluation("at-0/run").compare(load_evaluation("at-1/run")))
+
+
+def test_answers_are_graded_with_the_rows_of_their_prompts(folder, tmp_path):
+    "Rows may come in another order, and twice; one that is gone is missed."
+    def told(completions, worth, **_): return worth
+    def exam(*rows): return Task("exam", [dict(prompt=p, worth=x) for p, x in rows], told, max_tokens=2)
+    rows = ("w2", 1.), ("w3", 0.), ("w4", .5), ("w3", .25), ("w5", 0.)
+    evaluate(folder, exam(*rows), folder=tmp_path)
+    other = [rows[i] for i in (2, 1, 0, 3, 4)]
+    again = evaluate(folder, exam(*other), folder=tmp_path, regrade=True)
+    assert again.tasks["exam"].scores == [[x] for _, x in rows]
+    with pytest.raises(ValueError, match=r"exam\.jsonl has an answer to 'w4'.*of which the task has no row"):
+        evaluate(folder, exam(*[r if r[0] != "w4" else ("w9", 0.) for r in rows]), folder=tmp_path, regrade=True)
+    assert load_evaluation(tmp_path).tasks["exam"].scores == again.tasks["exam"].scores
+
+
+def test_old_numbers_are_no_answer_for_new_weights(tmp_path):
+    "Also where nothing is left to be sampled or measured; a version that is refused leaves the old one whole."
+    texts = Task("texts", [dict(text="w3 w4")], measure=perplexity([dict(text="w3")]).measure)
+    policy = Policy(tiny.model(), lr=1e-2, tokenizer=tiny.tokenizer())
+    examiner = Rollout(tiny.model(), tokenizer=tiny.tokenizer())
+    examiner.load(policy.weights())
+    for task in (EXAM, texts): evaluate(examiner, task, folder=tmp_path/task.name)
+    batch = examiner.generate(EXAM.prompts(tiny.tokenizer()).take(2), max_tokens=3)
+    policy.step(batch, lambda out, b: (out.logprobs.sum()/b.n_tokens, {}))
+    examiner.load(policy.weights())
+    for task in (EXAM, texts):
+        with pytest.raises(ValueError, match="answers of version 0, and the weights have version 1"):
+            evaluate(examiner, task, folder=tmp_path/task.name)
+        assert load_evaluation(tmp_path/task.name).version == 0
+    model = tiny.model()
+    evaluate(model, texts, folder=tmp_path/"module", tokenizer=tiny.tokenizer())
+    evaluate(model, texts, folder=tmp_path/"module", tokenizer=tiny.tokenizer())
+    with torch.no_grad(): next(model.parameters()).add_(.1)
+    with pytest.raises(ValueError, match="other settings.*weights"):
+        evaluate(model, texts, folder=tmp_path/"module", tokenizer=tiny.tokenizer())
+
+
+def test_a_task_that_was_cut_short_is_in_no_table(folder, tmp_path):
+    "Until it has been gone on with."
+    texts = perplexity([dict(text=f"w{i} w3") for i in range(2, 8)])
+    def killed(model, rows, tokenizer):
+        if rows[0]["text"] != "w2 w3": raise KeyboardInterrupt
+        return bits_per_byte(model, rows, tokenizer)
+    with pytest.raises(KeyboardInterrupt): evaluate(folder, replace(texts, measure=killed), folder=tmp_path, prompts=3)
+    with pytest.raises(ValueError, match="is unfinished"): load_evaluation(tmp_path)
+    evaluate(folder, EXAM, folder=tmp_path)
+    assert [*load_evaluation(tmp_path).tasks] == ["exam"]
+    about = json.loads((tmp_path/"evaluation.json").read_text())
+    assert {k: x["done"] for k, x in about["tasks"].items()} == dict(perplexity=False, exam=True)
+    assert [row["task"] for row in about["table"]] == ["exam"]
+    evaluate(folder, texts, folder=tmp_path)
+    assert {k: len(t.keys) for k, t in load_evaluation(tmp_path).tasks.items()} == dict(perplexity=6, exam=len(ROWS))
+
+
+def test_a_folder_is_of_one_evaluation_at_a_time(folder, tmp_path):
+    "Another process is named; one that was refused, or has ended, keeps nobody out."
+    def meanwhile(completions, **_):
+        out = subprocess.run([sys.executable, "-c", TAKEN, tmp_path], env=os.environ | dict(PYTHONPATH=str(ROOT)),
+                             capture_output=True, text=True)
+        assert f"evaluate: {tmp_path} is in use by process {os.getpid()}" in out.stderr, out.stderr[-500:]
+        return even(completions)
+    evaluate(folder, replace(EXAM, reward=meanwhile), folder=tmp_path)
+    with pytest.raises(ValueError, match="other settings"): evaluate(folder, EXAM, n=2, folder=tmp_path)
+    evaluate(folder, EXAM, folder=tmp_path)
+
+
+TAKEN = """
+import sys
+from rlblocks.evaluation.evaluate import sole_evaluation
+with sole_evaluation(sys.argv[1]): pass
+"""
+
+
+def test_rows_that_say_nothing_have_no_score(folder):
+    "An empty text, and two answers that are equal; alone in a chunk, too."
+    texts = evaluate(folder, perplexity([dict(text="w2 w3"), dict(text=""), dict(text="w4")])).tasks["perplexity"]
+    assert [x == x for x, in texts.scores] == [True, False, True] and texts.row()["ungraded"] == 1
+    full = evaluate(folder, perplexity([dict(text="w2 w3"), dict(text="w4")])).tasks["perplexity"]
+    assert texts.estimate()[:3] == pytest.approx(full.estimate()[:3])
+    rows = [dict(prompt="w2", chosen="w3", rejected="w4"), dict(prompt="w2", chosen="w5", rejected="w5")]
+    for task in (preferences(rows), perplexity([dict(text="w2 w3"), dict(text="")])):
+        scores = evaluate(folder, task, prompts=1).tasks[task.name].scores
+        assert [x == x for x, in scores] == [True, False]
+
+
+def test_a_reward_that_leaves_0_to_1_is_no_percentage():
+    one, two = scored("one", [2.5, 100., 3.]*10, n=30), scored("two", [3.5, 101., 4.]*10, n=30)
+    assert "35.17" in repr(one) and "%" not in repr(one).replace("95 %", "") and one.table()[0]["unit"] == "score"
+    said = repr(one.compare(two))
+    assert "two is better than one on quiz: 36.17 against 35.17, by 1 (95 % interval" in said
+    mixed = evaluation_text([scored("low", [0., 1.], n=2), scored("high", [0., 7.], n=2)])
+    assert "%" not in mixed.replace("95 %", "") and "0.5" in mixed and "points" not in mixed
 
 
 # -- real rows

@@ -10,20 +10,21 @@ import hashlib
 import json
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm
 
-from ..checkpoint.saves import digest, writable
+from ..checkpoint.saves import Lock, digest, writable
 from ..data.batch import Batch
 from ..engines.process_group import all_or_raise, world
 from .results import Evaluation, load_evaluation
@@ -94,8 +95,12 @@ class Models:
                              "exam = pool.place(Rollout, model); exam.load(policy.weights())")
         return self.pool.place(Rollout, self.source, tokenizer=self.given_tokenizer, **self.engine)
 
+    def sampled_version(self)->int|None: # None: a folder's, or of another process, which says it with its samples
+        "Return the version of the weights that sample."
+        return self.given_rollout.sampler.version if isinstance(self.given_rollout, Rollout) else None
+
     def version(self)->int|None: # None: it has none, or is a folder's
-        "Return the version of the weights of a loop."
+        "Return the version of the weights that measure."
         if self.source is not None: return None
         r = self.given_rollout
         return r.sampler.version if self.given_policy is None and isinstance(r, Rollout) else self.policy.version
@@ -128,6 +133,23 @@ def on_rank_0(
         except Exception as e: error = e
     return all_or_raise("evaluate", error, result)[0]
 
+@contextmanager
+def sole_evaluation(
+    path:str|Path, # gets an evaluation
+)->Iterator[None]:
+    "Have a folder for this evaluation alone. RuntimeError names the process that writes into it."
+    lock = Lock(path)
+    def take():
+        writable(path, "evaluate")
+        try: lock.take()
+        except RuntimeError as e:
+            who = json.loads(lock.file.read_text(encoding="utf-8"))
+            raise RuntimeError(f"evaluate: {path} is in use by process {who['pid']} on {who['host']}; wait for it, or "
+                               "name another folder") from e
+    on_rank_0(take)
+    try: yield
+    finally: lock.free()
+
 class Folder:
     "Keep the files of an evaluation."
 
@@ -142,15 +164,13 @@ class Folder:
 
     def begin(self, settings:dict[str, Any])->dict[str, Any]:
         "Return what is known of the evaluation."
-        writable(self.path, "evaluate")
-        self.path.mkdir(parents=True, exist_ok=True)
-        if not self.file.exists(): return dict(done=False, tasks={}, **settings)
+        if not self.file.exists(): return dict(tasks={}, **settings)
         old = json.loads(self.file.read_text(encoding="utf-8"))
         other = [f"{k} {old.get(k)!r} → {x!r}" for k, x in settings.items() if old.get(k) != x]
         if other:
             raise ValueError(f"evaluate: {self.path} has an evaluation with other settings ({'; '.join(other)}); name "
                              "another folder, or remove it")
-        return old | dict(done=False)
+        return old
 
     def keep(self, **more):
         "Write what is known of the evaluation; the file is complete or as it was."
@@ -160,16 +180,33 @@ class Folder:
         part.write_text(json.dumps(self.about, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         part.replace(self.file)
 
+    def keep_task(self,
+        task:Task,
+        whole:bool, # whether nothing is to be added to its files: it stays done if it was
+        **more,
+    ):
+        "Write what is known of a task."
+        before = self.about["tasks"].get(task.name, dict(done=False))
+        said = dict(unit=task.unit, lower=task.lower, done=whole and before["done"])
+        self.keep(tasks=self.about["tasks"] | {task.name: before | said | more})
+
     def samples(self, task:Task)->Path: return self.path/f"{task.name}.jsonl"
     def scores(self, task:Task)->Path: return self.path/f"{task.name}.scores.jsonl"
 
 def weights_digest(
     model:object,
-)->str|None: # None: it has no files of its own
-    "Return a digest of a folder's weights, to tell them from those that a later training writes there."
-    if not isinstance(model, str | Path) or not Path(model).is_dir(): return None
-    files = sorted(p for p in Path(model).iterdir() if p.suffix in (".safetensors", ".bin"))
-    return hashlib.blake2b("".join(map(digest, files)).encode(), digest_size=8).hexdigest()
+)->str|None: # None: a name on the Hub, or of a loop, which has versions
+    "Return a digest of a folder's or module's weights, to tell them from those that a later training puts there."
+    found = hashlib.blake2b(digest_size=8)
+    if isinstance(model, nn.Module):
+        for x in chain(model.parameters(), model.buffers()):
+            part = x.to_local() if isinstance(x, DTensor) else x       # of a sharded one what is here
+            found.update(part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    elif isinstance(model, str | Path) and Path(model).is_dir():
+        files = sorted(p for p in Path(model).iterdir() if p.suffix in (".safetensors", ".bin"))
+        found.update("".join(map(digest, files)).encode())
+    else: return None
+    return found.hexdigest()
 
 # %% ../../nbs/evaluation/00_evaluate.ipynb #e675036b
 def sampled(
@@ -190,20 +227,22 @@ def sampled(
         warnings.warn(f"evaluate: {task.name}: answers end at {longest} tokens, half of what the model reads",
                       stacklevel=3)
     data = task.prompts(models.tokenizer, max_tokens=None if window is None else window - longest)
-    file, about = folder.samples(task), folder.about["tasks"][task.name]
+    file = folder.samples(task)
     lines = on_rank_0(lambda: read_lines(file))
     skip_answered(data, lines, f"evaluate: {file}")
-    if lines and about["max_tokens"] != longest:
-        raise ValueError(f"evaluate: {file} has answers of at most {about['max_tokens']} tokens, and {longest} are "
-                         "asked for; name another folder")
-    about |= dict(left_out=data.longer, max_tokens=longest)
-    folder.keep()
+    if lines and (before := folder.about["tasks"][task.name]["max_tokens"]) != longest:
+        raise ValueError(f"evaluate: {file} has answers of at most {before} tokens, and {longest} are asked for; name "
+                         "another folder")
+    check_version(models.sampled_version(), lines, file)
+    folder.keep_task(task, data.taken == len(data), left_out=data.longer, max_tokens=longest)
     with progress(task, data, lines) as shown:
         while data.taken < len(data):
             asked = data.take(min(prompts, len(data) - data.taken))
             batch = models.rollout.generate(asked, group_size=n, seed=seed, temperature=temperature, max_tokens=longest)
             new = answers(batch, batch)
-            if models.source is None: new = with_version(new, int(batch.policy_version[0]), lines, file)
+            if models.source is None:
+                check_version(version := int(batch.policy_version[0]), lines, file)
+                new = [dict(x, version=version) for x in new]
             append_lines(file, new)
             lines += new
             shown.update(len(new))
@@ -213,18 +252,15 @@ def progress(task:Task, rows:Sized, lines:Sequence)->tqdm:
     "Show how many rows of a task are done."
     return tqdm(total=len(rows), initial=len(lines), desc=task.name, disable=True if world()[0] else None)
 
-def with_version(
-    new:Sequence[dict],
-    version:int|None,       # of the weights that made them
-    before:Sequence[dict],  # lines of the same file
+def check_version(
+    version:int|None,      # of the weights; None: not known
+    lines:Sequence[dict],  # that are there
     file:Path,
-)->list[dict]:
-    "Add the version to lines. ValueError where those before them are of other weights."
-    old = before[-1].get("version") if before else version
-    if old != version:
-        raise ValueError(f"evaluate: {file} has answers of version {old}, and the weights have version {version}; "
-                         "name a folder for each version")
-    return [dict(x, version=version) for x in new]
+):
+    "ValueError where lines are of other weights."
+    if not lines or version is None or (old := lines[-1].get("version")) == version: return
+    raise ValueError(f"evaluate: {file} has answers of version {old}, and the weights have version {version}; name a "
+                     "folder for each version")
 
 def grade_lines(
     task:Task,
@@ -236,14 +272,29 @@ def grade_lines(
     prompts:int, # at a time
 ):
     "Grade the answers that have no scores in the task's file."
-    file, answered = folder.scores(task), {x["key"] for x in lines}
-    if again: file.unlink(missing_ok=True)
-    rows = [row for row in keyed(task.rows) if row["key"] in answered]      # the others are too long for the model
+    file, rows = folder.scores(task), rows_of(task, lines, folder.samples(task))
+    if again:
+        folder.keep_task(task, False)
+        file.unlink(missing_ok=True)
     grader = task.reward if isinstance(task.reward, Grader) else Grader(task.reward, name=task.name)
     for i in range(len(read_lines(file)), len(lines), prompts):
         some = lines[i:i+prompts]
         scores = iter(listed_scores(grader.score(rows_to_grade(some, rows[i:i+prompts], stop)).tolist()))
         append_lines(file, [[*islice(scores, len(x["completions"]))] for x in some])
+
+def rows_of(
+    task:Task,
+    lines:Sequence[dict], # of prompts
+    file:Path,            # that has them
+)->list[dict]:
+    "Return the row of each line: the task's may have been mended or sorted since. ValueError for one that is gone."
+    found:dict[str, list[dict]] = {}
+    for row in reversed(keyed(task.rows)): found.setdefault(row["key"], []).append(row)
+    def row_of(line):
+        if rows := found.get(line["key"]): return rows.pop()        # those of one prompt in their order
+        raise ValueError(f"evaluate: {file} has an answer to {str(line['prompt'])[:40]!r}, of which the task has no "
+                         "row; name another folder")
+    return [row_of(x) for x in lines]
 
 def rows_to_grade(
     lines:Sequence[dict], # prompts with their completions
@@ -269,13 +320,17 @@ def measured(
     done = on_rank_0(lambda: read_lines(file))
     if [x["key"] for x in done] != [x["key"] for x in rows[:len(done)]]:
         raise ValueError(f"evaluate: {file} is of other rows; remove it, or name another folder")
+    check_version(models.version(), done, file)
+    folder.keep_task(task, len(done) == len(rows))
     with progress(task, rows, done) as shown:
         for i in range(len(done), len(rows), prompts):
             some = rows[i:i+prompts]
             found = task.measure(models.policy, some, models.tokenizer)       # pyright: ignore[reportOptionalCall]
             new = [dict(key=row["key"]) | dict(zip(x, listed_scores([*x.values()]), strict=True))
                    for row, x in zip(some, found, strict=True)]
-            if models.source is None: new = with_version(new, models.version(), done, file)
+            if models.source is None:
+                check_version(version := models.version(), done, file)
+                new = [dict(x, version=version) for x in new]
             append_lines(file, new)
             done += new
             shown.update(len(some))
@@ -311,10 +366,9 @@ def evaluate(
     models = Models(model, policy=policy, tokenizer=tokenizer, pool=pool, engine=rollout_engine)
     called = name or (str(model) if isinstance(model, str | Path) else type(model).__name__)
     settings = dict(n=n, temperature=heat, seed=json.loads(json.dumps(seed)))
-    with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as path:
-        files = Folder(path, dict(model=called, settings=settings, weights=on_rank_0(lambda: weights_digest(model))))
-        known = files.about["tasks"]
-        files.keep(tasks=known | {t.name: known.get(t.name, {}) | dict(unit=t.unit, lower=t.lower) for t in listed})
+    weights = None if folder is None else on_rank_0(lambda: weights_digest(model))
+    with tempfile.TemporaryDirectory() if folder is None else nullcontext(folder) as path, sole_evaluation(path):
+        files = Folder(path, dict(model=called, settings=settings, weights=weights))
         try:
             for task in sorted(listed, key=lambda t: t.measure is None):
                 if task.measure: measured(task, models, files, prompts=prompts)
@@ -324,8 +378,8 @@ def evaluate(
                                     seed=seed)
                     stop = () if getattr(models.tokenizer, "chat_template", None) else task.stop
                     on_rank_0(partial(grade_lines, task, lines, files, again=regrade, stop=stop, prompts=prompts))
+                files.keep_task(task, True, done=True)
         finally: models.close()
-        files.keep(done=True)
         made = on_rank_0(lambda: load_evaluation(path))
         files.keep(table=[{k: None if x != x else x for k, x in row.items()} for row in made.table()])
         return replace(made, tasks={t.name: made.tasks[t.name] for t in listed},

@@ -29,13 +29,14 @@ def prefers_chosen(
     "Say for each row whether a model prefers the chosen of two answers."
     chat = getattr(tokenizer, "chat_template", None)
     placed = [dict(row if chat else as_plain(row), place=i) for i, row in enumerate(rows)]
+    nothing = dict(score=math.nan, margin=math.nan)         # two answers that are equal are no pair
+    if all(row["chosen"] == row["rejected"] for row in placed): return [nothing]*len(placed)
     data = Preferences(placed, tokenizer, shuffle=False)
     batch = data.take(len(data))
     chosen, rejected = pairs(worth(model, batch, reference), batch)
     margins = dict(zip(batch.place[::2], (chosen - rejected).tolist(), strict=True))
     def verdict(x): return dict(score=.5 + .5*(x > 0) - .5*(x < 0), margin=x)
-    # two answers that are equal are no pair
-    return [verdict(margins[i]) if i in margins else dict(score=math.nan, margin=math.nan) for i in range(len(placed))]
+    return [verdict(margins[i]) if i in margins else nothing for i in range(len(placed))]
 
 # %% ../../nbs/evaluation/03_measures.ipynb #365c95de
 def as_plain(
@@ -74,14 +75,16 @@ def bits_per_byte(
         for k in range(0, len(ids), window - 1):
             made.append([start, *ids[k:k+window-1]])
             of.append(i)
+    sizes = [len(row["text"].encode()) for row in rows]
+    if not made: return [dict(score=math.nan, weight=n) for n in sizes]
     tokens, lengths = pad(made)
     mask = (torch.arange(tokens.shape[1]) < lengths[:, None])
     mask[:, 0] = False
     batch = Batch(tokens=tokens, lengths=lengths, mask=mask)
     nats = torch.zeros(len(rows), dtype=torch.float64)
     nats.index_add_(0, torch.tensor(of), -sequence_logprobs(model.logprobs(batch), mask).double().cpu())
-    sizes = [len(row["text"].encode()) for row in rows]
-    return [dict(score=x/math.log(2)/n, weight=n) for x, n in zip(nats.tolist(), sizes, strict=True)]
+    # an empty text says nothing of a model
+    return [dict(score=x/math.log(2)/n if n else math.nan, weight=n) for x, n in zip(nats.tolist(), sizes, strict=True)]
 
 # %% ../../nbs/evaluation/03_measures.ipynb #b804f694
 def first_token(tokenizer)->int:

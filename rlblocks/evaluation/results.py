@@ -60,8 +60,12 @@ class TaskResult:
     def estimate(self)->Interval:
         "Return the mean score with its 95 % interval, prompts as clusters."
         scores, group = self.rows()
-        within = self.unit == "accuracy" and bool(((scores >= 0) & (scores <= 1) | scores.isnan()).all())
-        return (wilson_interval if within else mean_interval)(scores, group=group)
+        return (wilson_interval if self.shown_unit() == "accuracy" else mean_interval)(scores, group=group)
+
+    def shown_unit(self)->str:
+        "Return the unit of the table: scores that leave 0 to 1 are no accuracies, but plain numbers."
+        outside = any(not 0 <= x <= 1 for s in self.scores for x in s if x == x)
+        return "score" if self.unit == "accuracy" and outside else self.unit
 
     def passes(self)->dict[int, float]: # by k = 2, 4 …; empty where there is one sample, or scores are no verdicts
         "Return pass@k, the mean over prompts."
@@ -75,7 +79,8 @@ class TaskResult:
         "Return the line of the table."
         found = self.estimate()
         def mean(x): return sum(x)/len(x) if x else math.nan
-        return dict(task=self.name, prompts=len({*self.keys}), samples=sum(map(len, self.scores)), unit=self.unit,
+        return dict(task=self.name, prompts=len({*self.keys}), samples=sum(map(len, self.scores)),
+                    unit=self.shown_unit(),
                     score=found.value, low=found.low, high=found.high,
                     **{f"pass@{k}": x for k, x in self.passes().items()}, length=mean(self.lengths),
                     truncated=mean(self.truncated), ungraded=found.missing, left_out=self.left_out)
@@ -143,7 +148,7 @@ def cells(row:dict)->dict[str, str]:
     "Write a line of the table; columns that say nothing are left out."
     unit, shown = row["unit"], dict(model=row["model"]) if "model" in row else {}
     shown |= {"task": row["task"], "prompts": f"{row['prompts']:,}", "samples": f"{row['samples']:,}",
-              "score": number(row["score"], unit) + ("" if unit == "accuracy" else f" {unit}"),
+              "score": number(row["score"], unit) + ("" if unit in ("accuracy", "score") else f" {unit}"),
               "95 % interval": f"{number(row['low'], unit)} … {number(row['high'], unit)}"}
     shown |= {k: number(x, "accuracy") for k, x in row.items() if k.startswith("pass@")}
     if row["length"] == row["length"]:
@@ -205,7 +210,7 @@ class Difference:
         names:Sequence[str], # of the two
     )->str:
         "Say which is better, or that nobody can be sure."
-        scale, unit = (100, " points") if self.unit == "accuracy" else (1, f" {self.unit}")
+        scale, unit = (100, " points") if self.unit == "accuracy" else (1, f" {self.unit}"*(self.unit != "score"))
         def size(x): return f"{scale*x:.1f}" if scale == 100 else f"{x:.4g}"
         both = f"{number(self.second, self.unit)} against {number(self.first, self.unit)}"
         within = f"95 % interval {size(self.low)} to {size(self.high)}, {self.prompts:,} prompts"
@@ -228,6 +233,16 @@ def round_up(n:float)->int:
     step = 10**max(math.floor(math.log10(n)) - 1, 0)
     return math.ceil(n/step)*step
 
+def told_apart(
+    found:Sequence[Evaluation],
+)->list[str]:
+    "Return what models are called: of several with one name also the version or, where that is no help, the folder."
+    def more(e, same):
+        if len({x.version for x in same}) == len(same): return f"{e.model}, version {e.version},"
+        return e.folder or e.model
+    same = [[x for x in found if x.model == e.model] for e in found]
+    return [more(e, x) if len(x) > 1 else e.model for e, x in zip(found, same, strict=True)]
+
 def differences(
     first:Evaluation,
     second:Evaluation,
@@ -243,7 +258,8 @@ def differences(
         a, b, group = one.prompt_scores(common), two.prompt_scores(common), torch.arange(len(common))
         found, p = paired_difference(b, group, a, group)
         both = ~(a.isnan() | b.isnan())
-        made.append(Difference(name, one.unit, one.lower, found.n, float(a[both].mean()), float(b[both].mean()),
+        unit = max(one.shown_unit(), two.shown_unit())      # "score", where one of them is no accuracy
+        made.append(Difference(name, unit, one.lower, found.n, float(a[both].mean()), float(b[both].mean()),
                                found.value, found.low, found.high, p))
     if not made:
         raise ValueError(f"compare: {first.model} and {second.model} have no task in common: {', '.join(first.tasks)}; "
@@ -265,9 +281,7 @@ class Comparison:
     @property
     def names(self)->list[str]: # two
         "Return what the two are called."
-        same = self.first.model == self.second.model
-        return [f"{e.model}, version {e.version}," if same and e.version is not None else e.model
-                for e in (self.first, self.second)]
+        return told_apart([self.first, self.second])
 
     def rows(self)->list[dict]:
         "Return the differences as plain values."
@@ -280,15 +294,14 @@ class Comparison:
 def load_evaluation(
     folder:str|Path, # that `evaluate` wrote
 )->Evaluation:
-    "Read an evaluation. FileNotFoundError where there is none, ValueError where it is unfinished."
+    "Read the tasks that are done. FileNotFoundError where there is no evaluation, ValueError where none is done."
     file = Path(folder)/"evaluation.json"
     if not file.exists():
         raise FileNotFoundError(f"load_evaluation: {folder} has no evaluation.json; evaluate(model, tasks, folder=…) "
                                 "writes it")
     found = json.loads(file.read_text(encoding="utf-8"))
-    if not found["done"]:
-        raise ValueError(f"load_evaluation: {folder} is unfinished; the same evaluate(…) goes on with it")
-    tasks = {k: result_of(Path(folder), k, **how) for k, how in found["tasks"].items()}
+    tasks = {k: result_of(Path(folder), k, **how) for k, how in found["tasks"].items() if how["done"]}
+    if not tasks: raise ValueError(f"load_evaluation: {folder} is unfinished; the same evaluate(…) goes on with it")
     versions = [x["version"] for k in tasks for x in read_lines(Path(folder)/f"{k}.jsonl")[:1] if "version" in x]
     return Evaluation(found["model"], tasks, min(versions, default=None), found["settings"], str(folder))
 

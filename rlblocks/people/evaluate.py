@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from ..checkpoint.convert import convert
 from ..checkpoint.saves import saves_in
 from ..evaluation.evaluate import evaluate
-from ..evaluation.results import Comparison, Evaluation, as_text, load_evaluation
+from ..evaluation.results import Comparison, Evaluation, as_text, load_evaluation, told_apart
 from ..evaluation.tasks import TASKS, Task, task_of
 from ..models.policy import Policy
 from .run import NoLoop, named
@@ -35,6 +35,12 @@ def newest_save(
     if not saves or not (Path(run)/"config.yaml").exists(): return None
     return saves[-1] if not model.exists() or model.stat().st_mtime < saves[-1].stat().st_mtime else None
 
+def is_save(
+    folder:str|Path,
+)->bool:
+    "Return whether a folder is a save of a run, not a model of such a name."
+    return bool(re.fullmatch("step-[0-9]+", Path(folder).name)) and (Path(folder)/"meta.json").is_file()
+
 def step_of(save:Path)->int: return int(save.name.removeprefix("step-"))
 
 def evaluate_save(
@@ -45,16 +51,25 @@ def evaluate_save(
     **how,        # as for `evaluate`
 )->Evaluation:
     "Evaluate a save of a run, also of one that goes on meanwhile."
-    flags = importlib.import_module("yaml").safe_load((Path(run)/"config.yaml").read_text(encoding="utf-8"))
-    base, name = flags.get("model"), f"{run} step {step_of(save)}"
+    file, name = Path(run)/"config.yaml", f"{run} step {step_of(save)}"
+    flags = importlib.import_module("yaml").safe_load(file.read_text(encoding="utf-8")) if file.exists() else {}
+    base = flags.get("model")
     if base is None:
         raise NoLoop(f"rlblocks evaluate: {run}/config.yaml names no model of which {save.name} could be the weights; "
                      "`rlblocks convert` makes a model of it")
     part = next((k for k in ("policy", "scorer") if (save/f"{k}.pt").exists()), None)
     with TemporaryDirectory() as model:
-        convert(save, model, base=base["name"] if isinstance(base, dict) else base, part=part,
+        convert(save, model, base=base_of(run, base["name"] if isinstance(base, dict) else base), part=part,
                 merge=bool(flags.get("lora")))
         return evaluate(model, tasks, folder=own_folder(folder, name), name=name, **how)
+
+def base_of(
+    run:str|Path,
+    model:str, # as its config.yaml has it: a path is relative to where the run was begun, a folder above it
+)->str:
+    "Return the model that a run began with, as it is found from here."
+    above = [folder/model for folder in Path(run).resolve().parents]
+    return str(next((path for path in above if (path/"config.json").is_file()), model))
 
 def behind(
     run:str|Path,
@@ -111,6 +126,8 @@ def evaluation_text(
 )->str:
     "Write one table of all models, and what follows from it."
     rows = [dict(model=e.model) | row for e in found for row in e.table()] if len(found) > 1 else found[0].table()
+    plain = {row["task"] for row in rows if row["unit"] == "score"}        # of one model, and so of all
+    rows = [row | dict(unit="score") if row["task"] in plain else row for row in rows]
     order = list(dict.fromkeys(row["task"] for row in rows))
     said = [textwrap.fill(x, 110) for c in compared(found) for x in str(c).splitlines()]
     table = as_text(sorted(rows, key=lambda row: order.index(row["task"])))
@@ -124,7 +141,7 @@ def evaluate_command(
         prog="rlblocks evaluate",
         description="Evaluate models on tasks; of several, say which is better than the first.")
     add = flags.add_argument
-    add("models", nargs="+", metavar="MODEL", help="name, or folder of a model, run or evaluation")
+    add("models", nargs="+", metavar="MODEL", help="name, or folder of a model, run, save of a run, or evaluation")
     add("--tasks", nargs="+", default=[], metavar="TASK",
         help=f"{', '.join(TASKS)}, each also with rows of your own, gsm8k=FILE; a file, with --reward; "
              "module:function, which returns a Task")
@@ -147,10 +164,12 @@ def evaluate_command(
     for word in given.models:
         if (Path(word)/"evaluation.json").exists(): found.append(load_evaluation(word)); continue
         if not tasks: raise NoLoop("rlblocks evaluate: --tasks are wanted: " + ", ".join(TASKS))
-        if save := newest_save(word):
+        if is_save(word): found.append(evaluate_save(Path(word).parent, Path(word), tasks, given.folder, **how))
+        elif save := newest_save(word):
             found.append(evaluate_save(word, save, tasks, given.folder, **how))
             notes.append(behind(word, save))
         else: found.append(evaluate(model_folder(word), tasks, folder=own_folder(given.folder, word), name=word, **how))
+    found = [replace(e, model=name) for e, name in zip(found, told_apart(found), strict=True)]
     print("\n".join([evaluation_text(found), *notes]))
     if len(found) > 1:
         made = {f"{c.first.model} → {c.second.model}": c.rows() for c in compared(found)}
