@@ -200,7 +200,9 @@ server.samples.add("1/0")
 server.options["1/0"], server.versions["1/0"] = SampleOptions(room=4), [(0, 3)]
 server.forget(["1/0"])           # as when it is aborted
 assert not server.samples and not server.options and not server.versions
-print(pickle.dumps((here.recv(), here.recv(), found, sorted(EngineArgs.__dataclass_fields__))).hex())
+sent = [here.recv() for _ in range(4)]
+assert [x[0] for x in sent] == ["done", "idle"]*2, sent
+print(pickle.dumps((sent[0], sent[2], found, sorted(EngineArgs.__dataclass_fields__))).hex())
 """
 
 
