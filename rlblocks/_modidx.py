@@ -2835,6 +2835,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'rlblocks/evaluation/evaluate.py'),
                                               'rlblocks.evaluation.evaluate.progress': ( 'evaluation/evaluate.html#progress',
                                                                                          'rlblocks/evaluation/evaluate.py'),
+                                              'rlblocks.evaluation.evaluate.reward_name': ( 'evaluation/evaluate.html#reward_name',
+                                                                                            'rlblocks/evaluation/evaluate.py'),
                                               'rlblocks.evaluation.evaluate.rows_of': ( 'evaluation/evaluate.html#rows_of',
                                                                                         'rlblocks/evaluation/evaluate.py'),
                                               'rlblocks.evaluation.evaluate.rows_to_grade': ( 'evaluation/evaluate.html#rows_to_grade',

@@ -89,7 +89,9 @@ def test_grades_are_made_again_without_sampling(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(Rollout, "generate", never)
     monkeypatch.setattr(Rollout, "__init__", never)
     odd = replace(EXAM, reward=lambda completions, **_: [1 - x for x in even(completions)])
-    assert repr(evaluate(folder, odd, folder=tmp_path, n=2)) == repr(first)
+    with pytest.raises(ValueError, match=r"has scores of the reward .*even, and .*lambda.* came; regrade=True"):
+        evaluate(folder, odd, folder=tmp_path, n=2)
+    assert repr(evaluate(folder, EXAM, folder=tmp_path, n=2)) == repr(first)
     second = evaluate(folder, odd, folder=tmp_path, n=2, regrade=True)
     value = first.tasks["exam"].estimate().value
     assert 0 < value < 1 and second.tasks["exam"].estimate().value == pytest.approx(1 - value)
@@ -309,7 +311,7 @@ def test_the_command_says_which_checkpoint_is_better(folder, tmp_path, capsys, m
     assert command_line(["evaluate", "run", *words, "--tasks", "perplexity=texts.jsonl"]) == 0
     assert "bits per byte" in capsys.readouterr().out                  # a task of a known name has its own grading
     assert command_line(["evaluate", "evaluations/run", "evaluations/run"]) == 0
-    assert "score the same on exam" in capsys.readouterr().out
+    assert "score the same on each of" in capsys.readouterr().out
     assert command_line(["evaluate", "run", "--tasks", "exm"]) == 2
     assert "there is no task 'exm'; there are gsm8k" in capsys.readouterr().err
 
@@ -436,7 +438,7 @@ def test_a_folder_is_of_one_evaluation_at_a_time(folder, tmp_path):
         return even(completions)
     evaluate(folder, replace(EXAM, reward=meanwhile), folder=tmp_path)
     with pytest.raises(ValueError, match="other settings"): evaluate(folder, EXAM, n=2, folder=tmp_path)
-    evaluate(folder, EXAM, folder=tmp_path)
+    evaluate(folder, EXAM, folder=tmp_path, regrade=True)
 
 
 TAKEN = """
@@ -459,10 +461,14 @@ def test_rows_that_say_nothing_have_no_score(folder):
 
 
 def test_a_reward_that_leaves_0_to_1_is_no_percentage():
-    one, two = scored("one", [2.5, 100., 3.]*10, n=30), scored("two", [3.5, 101., 4.]*10, n=30)
+    one, two = scored("one", [2.5, 100., 3.]*10, n=30), scored("two", [3.5, 101., 4.1]*10, n=30)
     assert "35.17" in repr(one) and "%" not in repr(one).replace("95 %", "") and one.table()[0]["unit"] == "score"
     said = repr(one.compare(two))
-    assert "two is better than one on quiz: 36.17 against 35.17, by 1 (95 % interval" in said
+    assert "two is better than one on quiz: 36.2 against 35.17, by 1.033 (95 % interval" in said
+    back = repr(two.compare(one))           # how much the better one is better, whichever comes first
+    assert said.partition("by ")[2] == back.partition("by ")[2] and " 1.0" in back.partition("interval")[2]
+    alike = repr(one.compare(scored("two", [3.5, 101., 4.]*10, n=30)))
+    assert "two differs from one by 1 on each of 30 prompts of quiz" in alike and "1.9e-09" in alike
     mixed = evaluation_text([scored("low", [0., 1.], n=2), scored("high", [0., 7.], n=2)])
     assert "%" not in mixed.replace("95 %", "") and "0.5" in mixed and "points" not in mixed
 

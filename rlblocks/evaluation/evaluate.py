@@ -273,14 +273,25 @@ def grade_lines(
 ):
     "Grade the answers that have no scores in the task's file."
     file, rows = folder.scores(task), rows_of(task, lines, folder.samples(task))
+    about, label = folder.about["tasks"][task.name], reward_name(task.reward)
     if again:
         folder.keep_task(task, False)
         file.unlink(missing_ok=True)
+    elif read_lines(file) and about.get("reward", label) != label:
+        raise ValueError(f"evaluate: {file} has scores of the reward {about['reward']}, and {label} came; "
+                         "regrade=True (--regrade) grades the same answers again")
+    about["reward"] = label
+    folder.keep()
     grader = task.reward if isinstance(task.reward, Grader) else Grader(task.reward, name=task.name)
     for i in range(len(read_lines(file)), len(lines), prompts):
         some = lines[i:i+prompts]
         scores = iter(listed_scores(grader.score(rows_to_grade(some, rows[i:i+prompts], stop)).tolist()))
         append_lines(file, [[*islice(scores, len(x["completions"]))] for x in some])
+
+def reward_name(reward:Any)->str:
+    "Return what tells one reward from another: module and function."
+    while (inner := getattr(reward, "func", None)) is not None: reward = inner       # of a partial
+    return f"{getattr(reward, '__module__', '')}:{getattr(reward, '__qualname__', type(reward).__name__)}"
 
 def rows_of(
     task:Task,

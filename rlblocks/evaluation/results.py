@@ -213,15 +213,22 @@ class Difference:
         scale, unit = (100, " points") if self.unit == "accuracy" else (1, f" {self.unit}"*(self.unit != "score"))
         def size(x): return f"{scale*x:.1f}" if scale == 100 else f"{x:.4g}"
         both = f"{number(self.second, self.unit)} against {number(self.first, self.unit)}"
-        within = f"95 % interval {size(self.low)} to {size(self.high)}, {self.prompts:,} prompts"
+        low, high = self.low, self.high
+        if self.winner is not None: low, high = sorted((abs(low), abs(high)))
+        within = f"95 % interval {size(low)} to {size(high)}, {self.prompts:,} prompts"
         if self.winner is not None:
             better, other = names[self.winner], names[1-self.winner]
             if self.winner == 0: both = f"{number(self.first, self.unit)} against {number(self.second, self.unit)}"
             return (f"{better} is better than {other} on {self.task}: {both}, by {size(abs(self.value))}{unit} "
                     f"({within}).")
-        if self.low != self.low: return f"{self.task}: too few prompts to compare, {self.prompts}."
-        if not self.value and self.low == self.high:
-            return f"{names[0]} and {names[1]} score the same on {self.task}: {both} ({self.prompts:,} prompts)."
+        if self.prompts < 2: return f"{self.task}: too few prompts to compare, {self.prompts}."
+        if not self.value and self.low != self.low:
+            return (f"{names[0]} and {names[1]} score the same on each of {self.prompts:,} prompts of {self.task}, "
+                    f"{number(self.first, self.unit)}.")
+        if self.low != self.low:
+            return (f"{names[1]} differs from {names[0]} by {size(self.value)}{unit} on each of {self.prompts:,} "
+                    f"prompts of {self.task}, {both}. So there is no interval; by chance all would point one way in "
+                    f"{.5**(self.prompts - 1):.2g} of comparisons.")
         more = f" About {round_up(self.needed()):,} prompts would show a difference of this size." if (
             self.needed() < 1e7) else ""
         return (f"Nobody can be sure which is better on {self.task}: {names[1]} has {both}, and the difference of "

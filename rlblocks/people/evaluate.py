@@ -161,7 +161,7 @@ def evaluate_command(
     how = {k: getattr(given, k) for k in ("n", "temperature", "max_tokens", "limit", "prompts", "seed", "regrade",
                                           "rollout_engine")}
     found, notes = [], []
-    for word in given.models:
+    for word in (x.rstrip("/") or x for x in given.models):      # a shell completes a folder with a slash
         if (Path(word)/"evaluation.json").exists(): found.append(load_evaluation(word)); continue
         if not tasks: raise NoLoop("rlblocks evaluate: --tasks are wanted: " + ", ".join(TASKS))
         if is_save(word): found.append(evaluate_save(Path(word).parent, Path(word), tasks, given.folder, **how))
