@@ -276,6 +276,7 @@ def test_inputs_stay_as_they_were_and_compile(f):
 # metrics
 
 def test_metrics_of_any_cut_are_those_of_the_whole():
+    "LAWS 35: micro-batches change no metric."
     x, mask = ragged(16, 5)
     def measure(x, m): return dict(mean=mean_of(x, m), top=Max(x.max()), lr=Last(x[-1, -1]))
     whole = measure(x, mask)

@@ -1,4 +1,4 @@
-"Public names and their parameters change on purpose only: tests/signatures.txt is what the last commit offered."
+"LAWS 41: public names and their parameters change on purpose only; tests/signatures.txt has the last commit's."
 import difflib
 
 import signatures

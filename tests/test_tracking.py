@@ -305,6 +305,7 @@ def emitted():
 
 
 def test_every_metric_that_is_emitted_is_documented_and_no_other():
+    "LAWS 35."
     found = {name for name in {*emitted(), *TIMED} if not any(name.startswith(p) for p in METRIC_PREFIXES)}
     assert found - METRICS.keys() == set()
     assert METRICS.keys() - found == {"prompts"}                   # of `rlblocks generate`
