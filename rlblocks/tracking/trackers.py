@@ -55,7 +55,7 @@ class Tracker:
         try: self.end()
         finally: self.run = None
 
-    # -- what a package does in its own way
+    # -- what a package may do in its own way; wandb's is the usual one
 
     def begin(self,
         step:int, # of the first row
@@ -68,7 +68,7 @@ class Tracker:
         step:int,
     ):
         "Log the numbers of a step."
-        raise NotImplementedError
+        self.run.log(numbers, step=step)
 
     def write_table(self,
         name:str,         # of the table
@@ -76,11 +76,13 @@ class Tracker:
         step:int,
     ):
         "Log a table."
-        raise NotImplementedError
+        columns = list(rows[0])
+        table = self.module.Table(columns=columns, data=[[row.get(k) for k in columns] for row in rows])
+        self.run.log({name: table}, step=step)
 
     def end(self):
         "End the run."
-        raise NotImplementedError
+        self.run.finish()
 
     # -- which run it is
 
@@ -149,27 +151,6 @@ class Wandb(Tracker):
         run = self.module.init(**how | self.init)
         return run, run.id
 
-    def write(self,
-        numbers:dict, # by name
-        step:int,
-    ):
-        "Log the numbers of a step."
-        self.run.log(numbers, step=step)
-
-    def write_table(self,
-        name:str,         # of the table
-        rows:list[dict],  # values as JSON has them
-        step:int,
-    ):
-        "Log a table."
-        columns = list(rows[0])
-        table = self.module.Table(columns=columns, data=[[row.get(k) for k in columns] for row in rows])
-        self.run.log({name: table}, step=step)
-
-    def end(self):
-        "End the run."
-        self.run.finish()
-
 # %% ../../nbs/tracking/02_trackers.ipynb #6162d3ea
 class Trackio(Tracker):
     "A run of trackio."
@@ -194,27 +175,6 @@ class Trackio(Tracker):
                         resume="allow" if self.id else "never")
         run = self.module.init(**how | self.init)
         return run, run.name
-
-    def write(self,
-        numbers:dict, # by name
-        step:int,
-    ):
-        "Log the numbers of a step."
-        self.run.log(numbers, step=step)
-
-    def write_table(self,
-        name:str,         # of the table
-        rows:list[dict],  # values as JSON has them
-        step:int,
-    ):
-        "Log a table."
-        columns = list(rows[0])
-        table = self.module.Table(columns=columns, data=[[row.get(k) for k in columns] for row in rows])
-        self.run.log({name: table}, step=step)
-
-    def end(self):
-        "End the run."
-        self.run.finish()
 
 # %% ../../nbs/tracking/02_trackers.ipynb #b17ef6c0
 class TensorBoard(Tracker):
